@@ -1,0 +1,1 @@
+"""Environments: gymnasium tool-use environments, their tools and the sandbox."""

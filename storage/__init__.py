@@ -1,0 +1,1 @@
+"""The SQL store: the source of truth for tasks, trajectories, rewards, steps and receipts."""

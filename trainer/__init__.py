@@ -1,0 +1,1 @@
+"""The trainer: capture, score, loss, replay, reverse, step, recapture."""
