@@ -15,7 +15,7 @@ figures: $(VENV)/installed
 	$(VENV)/bin/longstraw figures
 
 docs: $(VENV)/installed-dev
-	$(VENV)/bin/python -m mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict -q
 
 check: $(VENV)/installed-dev
 	bash .ci/run
