@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import json
 import tomllib
 import types
 import typing
@@ -61,6 +62,50 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
         return schema(**chosen)
     except ConfigError as error:
         raise ConfigError(f"[{where}] {error}" if where else str(error)) from error
+
+
+def dump(settings: Any) -> str:
+    """A dataclass as TOML that `load` reads back to an equal one; fields that are None are left out."""
+    lines: list[str] = []
+    _dump_table(plain(settings), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def plain(value: Any) -> Any:
+    """A value as TOML and JSON know it: dataclasses become mappings, tuples lists, enumerations and paths strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+        return {name: plain(item) for name, item in items if item is not None}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value.value if isinstance(value, enum.Enum) else value
+
+
+def _dump_table(table: Mapping[str, Any], where: str, lines: list[str]) -> None:
+    simple = {key: item for key, item in table.items() if not isinstance(item, dict)}
+    if where and (simple or not table):
+        lines += ["", f"[{where}]"]
+    lines += [f"{_dump_key(key)} = {_dump_value(item)}" for key, item in simple.items()]
+    for key, item in table.items():
+        if isinstance(item, dict):
+            _dump_table(item, _join(where, _dump_key(key)), lines)
+
+
+def _dump_key(key: str) -> str:
+    return key if key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key) else _dump_value(key)
+
+
+def _dump_value(value: Any) -> str:
+    """JSON's strings, numbers, booleans and lists are TOML's too; only infinities and inline tables differ."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_dump_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_dump_key(key)} = {_dump_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:

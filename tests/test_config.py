@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longstraw_agents import config
 from longstraw_agents.errors import ConfigError
@@ -97,3 +99,26 @@ def test_overrides_win_and_are_checked_alike(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         config.load(tmp_path / "none.toml", Settings)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    name=TEXT,
+    rate=st.floats(1e-12, 1e3),
+    mode=st.sampled_from(Mode),
+    seeds=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+    folder=st.sampled_from([None, Path("a b/c")]),
+    options=st.dictionaries(TEXT, VALUES, max_size=3),
+)
+def test_what_is_dumped_loads_to_an_equal_one(tmp_path_factory: Any, **fields: Any) -> None:
+    settings = Settings(optimizer=Optimizer(fields.pop("rate")), **fields)
+    path = tmp_path_factory.mktemp("dump") / "run.toml"
+    path.write_text(config.dump(settings), encoding="utf-8", newline="")
+    assert config.load(path, Settings) == settings
