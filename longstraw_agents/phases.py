@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 MIB = 2**20
 
@@ -74,6 +75,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
-def _torch_with_gpu():  # type: ignore[no-untyped-def]  # a module or None; naming its type would import it
+def _torch_with_gpu() -> Any:
+    """The module, or None; naming its type would import it."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_available() else None
