@@ -1,0 +1,372 @@
+"""What later tokens read of a span, layer by layer, with its cotangent: the state.
+
+Idea: the live states are those of one root-to-leaf path, and positions along a path are contiguous. So each layer keeps one
+stack: a child's span is written after its parent's, the next sibling overwrites it, and the parent's part is never touched.
+Beside each value lies its cotangent (the gradient of the loss with respect to it) in float32 or the compute type where that
+is wider. Branches add to the cotangent of what they read; when a span is run backward, the cotangent of what it wrote is
+its seed, and is cleared.
+
+A model meets the state as the `cache` argument of its forward: attention layers call `update` and then
+`attention.attention`; recurrent layers fetch and store their state through the conv-state and recurrent-state calls. Nothing
+is updated in place that autograd or a sibling still reads.
+
+Vocabulary
+    position   index of an input token on the path; a span [start, stop) of inputs writes the state positions start..stop-1
+    border     a position between two runs; a recurrent layer keeps one copy of its state at each border
+    run        one forward of a chunk: capture (no autograd, writes), replay (autograd, reads), or reverse (replay with seeds)
+    seed       (output of a run, its cotangent): what back-propagation starts from, beside the loss
+
+Shapes: B rows, K key heads, T tokens of the run, D/E head sizes, P positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from longstraw_agents.errors import ModelError, StaleStateError
+from longstraw_agents.trainer.attention import PrefixAttention, Spec
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward of a chunk. `cut`: positions before it pass no gradient on (0 in exact mode; the node's start in detached)."""
+
+    start: int
+    length: int
+    rows: int
+    writes: bool
+    gradient: bool
+    cut: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+Seed = tuple[Tensor, Tensor]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of cotangents and merges: float32, or the compute type where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class LayerState(ABC):
+    """One layer's state along the current path. One instance per layer of the model."""
+
+    run: Run
+
+    def begin(self, run: Run) -> None:
+        """Prepare for a run's forward."""
+        self.run = run
+
+    @abstractmethod
+    def seeds(self) -> list[Seed]:
+        """After a replay's forward: this run's outputs that later runs read, with their cotangents, which are cleared here."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """After a replay's backward: add the gradient of what was read to its cotangent, and let the run's tensors go."""
+
+    @abstractmethod
+    def truncate(self, position: int) -> None:
+        """Forget what lies at `position` and after it."""
+
+    @abstractmethod
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held: {"state": ..., "cotangent": ...}."""
+
+
+class Stack:
+    """One tensor kind of one layer along the path, position-major so that positions are contiguous: [P, K, D]."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.values_PKD: Tensor | None = None
+        self.cotangent_PKD: Tensor | None = None
+
+    def write(self, start: int, new_1KTD: Tensor) -> None:
+        """Copy a run's [1, K, T, D] to the positions from `start` on."""
+        _, K, T, D = new_1KTD.shape
+        if start + T > self.capacity:
+            raise StaleStateError(
+                f"a run writes positions {start} to {start + T} into a state made for {self.capacity}; "
+                "make the state for the longest path"
+            )
+        if self.values_PKD is None:
+            self.values_PKD = torch.empty(self.capacity, K, D, dtype=new_1KTD.dtype, device=new_1KTD.device)
+        self.values_PKD[start : start + T].copy_(new_1KTD[0].transpose(0, 1))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The values of [start, stop) as [1, K, S, D], without a copy."""
+        if self.values_PKD is None:
+            raise StaleStateError(f"positions {start} to {stop} were read before anything was captured")
+        return self.values_PKD[start:stop].transpose(0, 1)[None]
+
+    def add(self, start: int, grad_1KSD: Tensor) -> None:
+        """Add to the cotangent of the positions from `start` on."""
+        assert self.values_PKD is not None
+        if self.cotangent_PKD is None:
+            self.cotangent_PKD = torch.zeros_like(self.values_PKD, dtype=wide(self.values_PKD.dtype))
+        self.cotangent_PKD[start : start + grad_1KSD.shape[2]] += grad_1KSD[0].transpose(0, 1)
+
+    def take(self, start: int, stop: int) -> Tensor | None:
+        """The cotangent of [start, stop) as [1, K, S, D], cleared from the stack; None where there is none."""
+        if self.cotangent_PKD is None:
+            return None
+        part = self.cotangent_PKD[start:stop]
+        taken = part.transpose(0, 1)[None].clone()
+        part.zero_()
+        return taken
+
+    def nbytes(self) -> dict[str, int]:
+        size = lambda tensor: 0 if tensor is None else tensor.nbytes
+        return {"state": size(self.values_PKD), "cotangent": size(self.cotangent_PKD)}
+
+
+class AttentionState(LayerState):
+    """Keys and values of an attention layer, after the rotary embedding: two stacks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.keys, self.values = Stack(capacity), Stack(capacity)
+        self._own: tuple[Tensor, Tensor] | None = None
+
+    def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Called by the layer with the chunk's keys and values; gives them back alone (the prefix is read block by block)."""
+        self._own = (k_BKTD, v_BKTE)
+        if self.run.writes:
+            self.keys.write(self.run.start, k_BKTD.detach())
+            self.values.write(self.run.start, v_BKTE.detach())
+        return k_BKTD, v_BKTE
+
+    def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        """out_BHTE of the chunk's queries over the stored prefix and the chunk itself."""
+        return PrefixAttention.apply(q, k, v, StoredPrefix(self, self.run), spec)  # type: ignore[no-untyped-call,no-any-return]
+
+    def seeds(self) -> list[Seed]:
+        if self._own is None or self.run.rows != 1:
+            return []
+        pairs = zip(self._own, (self.keys, self.values), strict=True)
+        taken = [(out, stack.take(self.run.start, self.run.stop)) for out, stack in pairs]
+        return [(out, grad.to(out.dtype)) for out, grad in taken if grad is not None]
+
+    def collect(self) -> None:
+        self._own = None
+
+    def truncate(self, position: int) -> None:
+        """Nothing to do: the next branch overwrites the values, and the cotangent was cleared when it was taken."""
+
+    def nbytes(self) -> dict[str, int]:
+        return _sum_bytes(self.keys.nbytes(), self.values.nbytes())
+
+    def get_seq_length(self) -> int:
+        """Positions before the run; transformers asks for it where no position ids are given."""
+        return self.run.start
+
+
+class StoredPrefix:
+    """`attention.Prefix` over an AttentionState's stacks, for one run."""
+
+    def __init__(self, state: AttentionState, run: Run) -> None:
+        self._state, self._cut = state, run.cut
+        self.length = run.start
+
+    def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The whole visible prefix: one block, as it is contiguous. In detached mode two, parted at the cut."""
+        borders = sorted({first, self.length} | ({self._cut} if first < self._cut < self.length else set()))
+        for start, stop in zip(borders, borders[1:], strict=False):
+            yield start, self._state.keys.read(start, stop), self._state.values.read(start, stop)
+
+    def wants_gradient(self, start: int, stop: int) -> bool:
+        return stop > self._cut
+
+    def add(self, start: int, dk_1KSD: Tensor, dv_1KSE: Tensor) -> None:
+        self._state.keys.add(start, dk_1KSD)
+        self._state.values.add(start, dv_1KSE)
+
+
+class RecurrentState(LayerState):
+    """A recurrent layer's state (gated delta net): at each border the recurrent matrix S and the convolution's tail.
+
+    Tensors are kept per border as the layer gives them: S [1, heads, dk, dv] float32, tail [1, channels, kernel]. Both carry a
+    cotangent. The convolution's tail of a span shorter than the kernel reaches into the span before it.
+    """
+
+    KINDS = ("tail", "recurrent")
+
+    def __init__(self) -> None:
+        self._borders: dict[int, dict[str, Tensor]] = {}
+        self._cotangents: dict[int, dict[str, Tensor]] = {}
+        self._read: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._read, self._own = {}, {}
+
+    def _incoming(self, kind: str) -> Tensor | None:
+        """The state at the run's start: a leaf that requires grad in replay, one per run, expanded to the run's rows."""
+        if self.run.start == 0:
+            return None
+        if kind not in self._read:
+            stored = self._borders.get(self.run.start, {}).get(kind)
+            if stored is None:
+                raise StaleStateError(f"no recurrent state was captured at position {self.run.start}; capture the prefix first")
+            wanted = self.run.gradient and self.run.start > self.run.cut
+            self._read[kind] = stored.detach().requires_grad_(wanted)
+        leaf = self._read[kind]
+        return leaf.expand(self.run.rows, *leaf.shape[1:]) if self.run.rows > 1 else leaf
+
+    def get_conv_state(self) -> Tensor | None:
+        return self._incoming("tail")
+
+    def get_recurrent_state(self) -> Tensor | None:
+        return self._incoming("recurrent")
+
+    def update_conv_state(self, new_BCT: Tensor, kernel: int) -> Tensor:
+        """Return the inputs that the convolution reads, the incoming tail before the new ones; keep the last `kernel`."""
+        tail = self._incoming("tail")
+        full = new_BCT if tail is None else torch.cat([tail, new_BCT], dim=-1)
+        kept = full[..., -kernel:]
+        if kept.shape[-1] < kernel:
+            kept = torch.nn.functional.pad(kept, (kernel - kept.shape[-1], 0))
+        self._keep("tail", kept)
+        return full
+
+    def update_recurrent_state(self, new_BHDE: Tensor) -> Tensor:
+        self._keep("recurrent", new_BHDE)
+        return new_BHDE
+
+    def _keep(self, kind: str, value: Tensor) -> None:
+        self._own[kind] = value
+        if self.run.writes:
+            self._borders.setdefault(self.run.stop, {})[kind] = value.detach().clone()
+
+    def seeds(self) -> list[Seed]:
+        given = self._cotangents.pop(self.run.stop, {}) if self.run.rows == 1 else {}
+        return [(self._own[kind], grad.to(self._own[kind].dtype)) for kind, grad in given.items() if kind in self._own]
+
+    def collect(self) -> None:
+        for kind, leaf in self._read.items():
+            if leaf.grad is not None:
+                held = self._cotangents.setdefault(self.run.start, {})
+                grad = leaf.grad.to(wide(leaf.dtype))
+                held[kind] = held[kind] + grad if kind in held else grad
+        self._read, self._own = {}, {}
+
+    def truncate(self, position: int) -> None:
+        for table in (self._borders, self._cotangents):
+            for border in [b for b in table if b > position]:
+                del table[border]
+
+    def nbytes(self) -> dict[str, int]:
+        total = lambda table: sum(t.nbytes for kinds in table.values() for t in kinds.values())
+        return {"state": total(self._borders), "cotangent": total(self._cotangents)}
+
+
+class StateCache(Cache):  # type: ignore[misc]
+    """All layers' states, in the shape in which a transformers model takes its cache."""
+
+    def __init__(self, layers: Sequence[LayerState]) -> None:
+        # Not Cache.__init__: its layers update themselves in place, ours never do.
+        self.layers = list(layers)
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.start = 0
+
+    def begin(self, run: Run) -> None:
+        """Prepare every layer for a run."""
+        self.start = run.start
+        for layer in self.layers:
+            layer.begin(run)
+
+    def seeds(self) -> list[Seed]:
+        """The seeds of every layer."""
+        return [seed for layer in self.layers for seed in layer.seeds()]
+
+    def collect(self) -> None:
+        """Take in the gradients of what the run read."""
+        for layer in self.layers:
+            layer.collect()
+
+    def truncate(self, position: int) -> None:
+        """Forget what lies at `position` and after it, in every layer."""
+        for layer in self.layers:
+            layer.truncate(position)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held by all layers: {"state": ..., "cotangent": ...}."""
+        return _sum_bytes(*(layer.nbytes() for layer in self.layers))
+
+    def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        """Attention of the module's layer; see AttentionState.attend."""
+        return self._layer(module.layer_idx, "attend")(module, q, k, v, spec)  # type: ignore[no-any-return]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """transformers: a layer stores its chunk's keys and values."""
+        return self._layer(layer_idx, "update")(key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """transformers: a recurrent layer reads its convolution's tail."""
+        return self._layer(layer_idx, "get_conv_state")()  # type: ignore[no-any-return]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """transformers: a recurrent layer reads its matrix."""
+        return self._layer(layer_idx, "get_recurrent_state")()  # type: ignore[no-any-return]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """transformers: a recurrent layer gives its new convolution inputs and gets those that the convolution reads."""
+        kernel = kwargs.get("conv_kernel_size")
+        if kernel is None:
+            raise ModelError(f"layer {layer_idx} stores a convolution state without its kernel size; no exact replay is known")
+        return self._layer(layer_idx, "update_conv_state")(conv_states, kernel)  # type: ignore[no-any-return]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """transformers: a recurrent layer stores its matrix."""
+        return self._layer(layer_idx, "update_recurrent_state")(recurrent_states)  # type: ignore[no-any-return]
+
+    def _layer(self, index: int, call: str) -> Callable[..., Any]:
+        method = getattr(self.layers[index], call, None)
+        if method is None:
+            raise ModelError(
+                f"layer {index} calls {call} but was given a {type(self.layers[index]).__name__}; "
+                "its type is not what the model's configuration says: no exact replay is known"
+            )
+        return method  # type: ignore[no-any-return]
+
+    # What transformers asks a cache about itself. Masks are not built (see attention), so lengths only matter for positions.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions before the run."""
+        return self.start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys, as a mask would need them."""
+        return self.start + query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether anything precedes the run."""
+        return self.start > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: keeps recurrent layers off their one-token path, which updates the convolution's tail in place."""
+        return True
+
+    is_compileable = False
+    is_sliding: list[bool] = []  # transformers looks here for the first full-attention layer, to build masks that we do not use
+    is_linear: list[bool] = []
+    is_dummy: list[bool] = []
+
+
+def _sum_bytes(*parts: dict[str, int]) -> dict[str, int]:
+    total = {"state": 0, "cotangent": 0}
+    for part in parts:
+        for kind, size in part.items():
+            total[kind] += size
+    return total
