@@ -21,7 +21,7 @@ LAYER_STATES: dict[str, Callable[[int], LayerState]] = {
 
 #: Model types (configuration's `model_type`) whose layers are what their `layer_types` say.
 MODEL_TYPES = {
-    "llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def reference_backward(
     dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor,
     see: Visibility, scale: float, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of `reference_forward`, given the merged output and log-sum-exp. dk and dv are summed over B if k has one row."""
+    """dq, dk, dv of `reference_forward`, given merged output and log-sum-exp; dk, dv summed over B if k has one row."""
     (B, H, T, D), (R, K, S) = q_BHTD.shape, k_BKSD.shape[:3]
     wide = torch.promote_types(q_BHTD.dtype, torch.float32)
     group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])

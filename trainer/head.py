@@ -83,7 +83,7 @@ def find_head(model: nn.Module, temperature: float, piece: int) -> Head:
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ModelError(f"{type(model).__name__} scales its logits by {name}={getattr(config, name)}, which is not supported")
+            raise ModelError(f"{type(model).__name__} scales its logits by {name}={getattr(config, name)}: not supported")
     module = model.get_output_embeddings()
     if module is None:
         raise ModelError(f"{type(model).__name__} has no output head; load it as a causal language model")

@@ -309,7 +309,9 @@ class StateCache(Cache):  # type: ignore[misc]
         """Attention of the module's layer; see AttentionState.attend."""
         return self._layer(module.layer_idx, "attend")(module, q, k, v, spec)  # type: ignore[no-any-return]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """transformers: a layer stores its chunk's keys and values."""
         return self._layer(layer_idx, "update")(key_states, value_states)  # type: ignore[no-any-return]
 
