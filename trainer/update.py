@@ -1,0 +1,266 @@
+"""The trainer: groups in, optimizer steps and a receipt out.
+
+One update of the weights on some groups: segment them into prefix trees, score (or not, where the first step's coefficients
+do not depend on log-probabilities), evaluate the loss once over all groups, replay and reverse tree by tree, step. Old,
+reference and behaviour log-probabilities stay fixed over an update's steps; each step has its own states and coefficients.
+Memory does not grow with the number of groups: trees go one after another, and states of several trees are kept between
+scoring and replay only within `keep_bytes`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longstraw_agents.errors import AdapterError, ConfigError, GroupError, NonFiniteError
+from longstraw_agents.phases import Phases
+from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
+from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
+from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
+from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
+from longstraw_agents.trainer.receipt import Receipt, Step, versions
+from longstraw_agents.trainer.replay import Engine, ReplayConfig, Scores, TreeReplay
+from longstraw_agents.types import Group
+
+#: Prepares groups: filters them and gives each loss token its advantage. `advantages.prepare` is the default.
+Credit = Callable[[Sequence[Group]], Prepared]
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Settings of an update. steps: optimizer steps on the same groups. keep_bytes: states kept between score and replay."""
+
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    segmenter: SegmenterConfig = field(default_factory=SegmenterConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 1
+    keep_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps is {self.steps}; an update makes at least one optimizer step")
+
+
+class Trainer:
+    """Trains a transformers causal language model, whole or through PEFT adapters, on groups of trajectories."""
+
+    def __init__(
+        self, model: nn.Module, config: TrainerConfig = TrainerConfig(), *, loss: Loss | None = None,
+        credit: Credit | None = None, reference: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        """loss: a callable in place of config.loss. credit: a function in place of config.advantage.
+
+        reference: the model of the KL term; by default the model itself with its adapters switched off.
+        Raises ConfigError where a KL term has no reference, ModelError for a model that cannot be replayed exactly.
+        """
+        self.model, self.config = model, config
+        self.engine = Engine(model, config.replay)
+        self.loss: LossConfig | Loss = loss or config.loss
+        self.credit = credit or (lambda groups: prepare(groups, config.advantage))
+        self.version = 0
+        self.stepper = Stepper(model, config.optimizer)
+        self._reference = None if reference is None else Engine(reference, config.replay)
+        if config.loss.kl_weight > 0 and reference is None and not hasattr(model, "disable_adapter"):
+            raise ConfigError(
+                f"kl_weight is {config.loss.kl_weight}, but the model has no adapters to switch off; "
+                "pass reference=, a frozen copy of the model, or set kl_weight to 0"
+            )
+
+    def update(self, groups: Sequence[Group]) -> Receipt:
+        """One update on `groups`; the weights change in place and `version` counts the optimizer steps.
+
+        If every group is skipped (equal rewards, too few valid ones) no step is made and the receipt says so.
+        Raises NonFiniteError (weights unchanged) and GroupError for an update without groups.
+        """
+        if not groups:
+            raise GroupError("an update was given no group; collect at least one group of two trajectories")
+        prepared = self.credit(groups)
+        receipt = self._receipt(prepared)
+        if not prepared.kept:
+            return receipt
+        phases = Phases()
+        with phases("segment"):
+            trees = [segment(group.trajectories, self.config.segmenter) for group, _ in prepared.kept]
+        self._describe(trees, receipt)
+        with phases("reference"):
+            reference = self._reference_logp(trees, receipt) if self.config.loss.kl_weight > 0 else None
+        old: Tensor | None = None
+        for _ in range(self.config.steps):
+            old = self._step(prepared, trees, old, reference, receipt, phases)
+        receipt.last_version = self.version
+        receipt.phases = phases.as_dict()
+        receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"}
+        return receipt
+
+    # -- one optimizer step ---------------------------------------------------------------------------------------------
+
+    def _step(
+        self, prepared: Prepared, trees: list[PrefixTree], old: Tensor | None, reference: Tensor | None,
+        receipt: Receipt, phases: Phases,
+    ) -> Tensor:  # fmt: skip
+        """Score, loss, replay and reverse, step. Returns the old log-probabilities [N] of the update."""
+        entropy_wanted = self.config.loss.entropy_weight > 0
+        skip_scores = old is None and isinstance(self.loss, LossConfig) and not self.loss.first_step_needs_scores
+        replays: list[TreeReplay | None] = [None] * len(trees)
+        if skip_scores:
+            # c_t at ratio 1 does not depend on the log-probabilities: zeros stand in, the replay gives the real ones.
+            count = sum(len(tree.entry_node) for tree in trees)
+            now = Scores(self._zeros(count), self._zeros(count) if entropy_wanted else None)
+        else:
+            with phases("score"):
+                now = self._score(trees, replays, entropy_wanted, receipt)
+        batch = make_batch(prepared.kept, now.logp if old is None else old, reference)
+        found = coefficients(self.loss, now.logp, batch, now.entropy)
+        self.stepper.zero_grad()
+        with phases("replay"):
+            seen = self._backward(trees, replays, found, receipt)
+        if skip_scores:
+            batch = make_batch(prepared.kept, seen.logp, reference)
+            found = coefficients(self.loss, seen.logp, batch, seen.entropy)
+        with phases("step"):
+            self._apply(found, batch, receipt)
+        return batch.old
+
+    def _score(
+        self, trees: list[PrefixTree], replays: list[TreeReplay | None], entropy: bool, receipt: Receipt
+    ) -> Scores:
+        parts, held = [], 0
+        for index, tree in enumerate(trees):
+            replay = self.engine.open(tree)
+            before = replay.counts.copy()
+            parts.append(replay.score(entropy=entropy))
+            receipt.inputs.update(replay.counts - before)
+            held += replay.state.nbytes()["state"]
+            if held <= self.config.keep_bytes or len(trees) == 1:
+                replay.counts.clear()
+                replays[index] = replay
+        return _join(parts)
+
+    def _backward(
+        self, trees: list[PrefixTree], replays: list[TreeReplay | None], found: Coefficients, receipt: Receipt
+    ) -> Scores:
+        parts, first = [], 0
+        for index, tree in enumerate(trees):
+            replay = replays[index] or self.engine.open(tree)
+            replays[index] = None  # its state goes as soon as it is done
+            last = first + len(tree.entry_node)
+            parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))
+            receipt.inputs.update(replay.counts)
+            for kind, size in replay.state.nbytes().items():
+                receipt.state_bytes[kind] = max(receipt.state_bytes.get(kind, 0), size)
+            first = last
+        return _join(parts)
+
+    def _apply(self, found: Coefficients, batch: LossBatch, receipt: Receipt) -> None:
+        """Clip and step, unless a gradient is not finite: then the weights stay and the batch is named."""
+        norm = self.stepper.gradient_norm()
+        if not math.isfinite(norm):
+            name = next(
+                (n for n, p in self.model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())),
+                "the sum over all parameters",
+            )
+            self.stepper.zero_grad()
+            raise NonFiniteError(
+                f"the gradient of {name} is not finite in the update of groups {', '.join(batch.group_ids)}; no step was made"
+            )
+        rate = self.stepper.step()
+        self.version += 1
+        receipt.steps.append(Step(self.version, found.loss, norm, rate, found.metrics))
+
+    def _reference_logp(self, trees: list[PrefixTree], receipt: Receipt) -> Tensor:
+        """Log-probabilities [N] under the reference's weights: a pass of its own that keeps nothing else."""
+        engine = self._reference or self.engine
+        off = nullcontext() if self._reference is not None else self.model.disable_adapter()  # type: ignore[operator]
+        parts = []
+        with off:
+            for tree in trees:
+                replay = engine.open(tree)
+                parts.append(replay.score())
+                receipt.inputs["reference"] += replay.counts["capture"] + replay.counts["score"]
+        return _join(parts).logp
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.promote_types(self.engine.dtype, torch.float32), device=self.engine.device)
+
+    # -- receipt --------------------------------------------------------------------------------------------------------
+
+    def _receipt(self, prepared: Prepared) -> Receipt:
+        setting = {
+            "model": getattr(self.engine.base.config, "name_or_path", "") or type(self.engine.base).__name__,
+            "model_type": self.engine.base.config.model_type,
+            "dtype": str(self.engine.dtype).removeprefix("torch."),
+            "device": str(self.engine.device),
+            "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "chunk": self.config.replay.chunk,
+            "pack": self.config.replay.pack,
+            "loss": asdict(self.loss) if isinstance(self.loss, LossConfig) else getattr(self.loss, "__name__", "callable"),
+            "versions": versions(),
+        }
+        return Receipt(
+            self.version, self.version, self.config.replay.gradient, groups=[g.group_id for g, _ in prepared.kept],
+            skipped=[(group, str(reason)) for group, reason in prepared.skipped],
+            dropped=[(group, name, str(reason)) for group, name, reason in prepared.dropped], setting=setting,
+        )  # fmt: skip
+
+    def _describe(self, trees: list[PrefixTree], receipt: Receipt) -> None:
+        receipt.tokens = {
+            "trajectories": sum(len(t.tokens) for tree in trees for t in tree.trajectories),
+            "tree_targets": sum(tree.targets for tree in trees),
+            "unmerged_targets": sum(tree.unmerged_targets for tree in trees),
+            "loss": sum(len(tree.entry_node) for tree in trees),
+        }
+        if self.config.replay.gradient == "detached":
+            receipt.borders = [[(node.start, node.stop) for node in tree.nodes] for tree in trees]
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write the adapter (PEFT's format) or the model (transformers' format), the optimizer's state, and the version."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(directory)  # type: ignore[operator]
+        torch.save(self.stepper.state_dict(), directory / "optimizer.pt")
+        (directory / "trainer.json").write_text(json.dumps({"version": self.version}) + "\n")
+
+    def restore(self, directory: Path) -> None:
+        """Read what `save` wrote, into this trainer's model. Raises AdapterError where it belongs to another model."""
+        _load_weights(self.model, directory)
+        self.stepper.load_state_dict(torch.load(directory / "optimizer.pt", weights_only=True, map_location="cpu"))
+        self.version = int(json.loads((directory / "trainer.json").read_text())["version"])
+
+
+def _load_weights(model: nn.Module, directory: Path) -> None:
+    from safetensors.torch import load_file
+
+    if not hasattr(model, "peft_config"):
+        weights: dict[str, Any] = {}
+        for path in sorted(directory.glob("model*.safetensors")):
+            weights |= load_file(path)
+        result = model.load_state_dict(weights, strict=False)
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        missing = [name for name in result.missing_keys if name not in tied]
+    else:
+        from peft import set_peft_model_state_dict
+
+        result = set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
+        missing = [name for name in result.missing_keys if "lora_" in name]
+    if missing or result.unexpected_keys:
+        raise AdapterError(
+            f"{directory} does not belong to this model: {len(missing)} of its tensors are missing and "
+            f"{len(result.unexpected_keys)} unexpected, first {(missing + list(result.unexpected_keys))[0]}; "
+            "load it with the model and adapter settings it was trained with"
+        )
+
+
+def _join(parts: Sequence[Scores]) -> Scores:
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    return Scores(torch.cat([part.logp for part in parts]), torch.cat(entropies) if entropies else None)
