@@ -8,26 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import make_trajectory as trajectory
 
 from longstraw_agents.errors import ConfigError, TokenError
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
-from longstraw_agents.types import StopReason, Trajectory
-
-
-def trajectory(tokens, mask=None, turn_ends=None, name="t") -> Trajectory:
-    tokens = np.asarray(tokens, dtype=np.int32)
-    mask = np.arange(len(tokens)) > 0 if mask is None else np.asarray(mask, dtype=bool)
-    return Trajectory(
-        trajectory_id=name,
-        tokens=tokens,
-        action_mask=mask,
-        behaviour=np.where(mask, -1.0, np.nan).astype(np.float32),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
-        turn_ends=(len(tokens),) if turn_ends is None else tuple(turn_ends),
-        turn_rewards=(0.0,),
-        reward=1.0,
-        stop_reason=StopReason.ANSWERED,
-    )
 
 
 def spans(tree: PrefixTree) -> list[tuple[int | None, int, int, tuple[int, ...]]]:
@@ -37,15 +21,15 @@ def spans(tree: PrefixTree) -> list[tuple[int | None, int, int, tuple[int, ...]]
 @st.composite
 def trajectories(draw):
     """Few distinct ids, so that prefixes, duplicates and strict prefixes are frequent."""
-    made = []
+    sources = []
     for _ in range(draw(st.integers(1, 7))):
-        base = list(made[draw(st.integers(0, len(made) - 1))].tokens) if made and draw(st.booleans()) else []
+        base = list(sources[draw(st.integers(0, len(sources) - 1))].tokens) if sources and draw(st.booleans()) else []
         kept = base[: draw(st.integers(0, len(base)))]
         tokens = kept + draw(st.lists(st.integers(0, 2), min_size=0 if kept else 1, max_size=8))
         mask = [False, *draw(st.lists(st.booleans(), min_size=len(tokens) - 1, max_size=len(tokens) - 1))]
         ends = sorted(draw(st.sets(st.integers(1, len(tokens)), max_size=4)) | {len(tokens)})
-        made.append(trajectory(tokens, mask, ends))
-    return made
+        sources.append(trajectory(tokens, mask, turn_ends=ends))
+    return sources
 
 
 configs = st.builds(SegmenterConfig, min_span=st.integers(1, 6), node_span=st.none() | st.integers(1, 6))
@@ -53,10 +37,10 @@ configs = st.builds(SegmenterConfig, min_span=st.integers(1, 6), node_span=st.no
 
 @settings(max_examples=100, deadline=None)
 @given(trajectories(), configs)
-def test_paths_are_the_trajectories(made, config):
-    tree = segment(made, config)
+def test_paths_are_the_trajectories(sources, config):
+    tree = segment(sources, config)
     assert [node.index for node in tree.nodes] == list(range(len(tree.nodes)))
-    for index, source in enumerate(made):
+    for index, source in enumerate(sources):
         nodes = [tree.nodes[i] for i in tree.paths[index]]
         if len(source.tokens) < 2:
             assert nodes == []
@@ -77,9 +61,9 @@ def test_paths_are_the_trajectories(made, config):
 
 @settings(max_examples=100, deadline=None)
 @given(trajectories(), configs)
-def test_every_loss_position_is_served_once(made, config):
-    tree = segment(made, config)
-    wanted = [(i, p) for i, source in enumerate(made) for p in np.flatnonzero(source.action_mask)]
+def test_every_loss_position_is_served_once(sources, config):
+    tree = segment(sources, config)
+    wanted = [(i, p) for i, source in enumerate(sources) for p in np.flatnonzero(source.action_mask)]
     assert list(zip(tree.entry_trajectory, tree.entry_position, strict=True)) == wanted
     served = Counter()
     for index, position, node, slot in zip(
@@ -88,7 +72,7 @@ def test_every_loss_position_is_served_once(made, config):
         where = tree.nodes[node]
         assert node in tree.paths[index]
         assert where.start + where.loss_targets[slot] == position
-        assert where.tokens[1:][where.loss_targets[slot]] == made[index].tokens[position]
+        assert where.tokens[1:][where.loss_targets[slot]] == sources[index].tokens[position]
         served[node, slot] += 1
     for node in tree.nodes:
         assert node.loss_targets.dtype == np.int32 and np.all(np.diff(node.loss_targets) > 0)
@@ -97,12 +81,12 @@ def test_every_loss_position_is_served_once(made, config):
 
 @settings(max_examples=100, deadline=None)
 @given(trajectories(), configs)
-def test_counts_against_sets_of_prefixes(made, config):
+def test_counts_against_sets_of_prefixes(sources, config):
     """The distinct targets are the distinct prefixes of two tokens or more; what runs beyond them is counted."""
-    tree = segment(made, config)
-    distinct = {tuple(source.tokens[: p + 1]) for source in made for p in range(1, len(source.tokens))}
+    tree = segment(sources, config)
+    distinct = {tuple(source.tokens[: p + 1]) for source in sources for p in range(1, len(source.tokens))}
     assert tree.targets == len(distinct) + tree.repeated_targets
-    assert tree.unmerged_targets == sum(len(source.tokens) - 1 for source in made)
+    assert tree.unmerged_targets == sum(len(source.tokens) - 1 for source in sources)
     assert tree.targets <= tree.unmerged_targets
     if config.min_span == 1:
         assert tree.repeated_targets == 0
@@ -110,31 +94,31 @@ def test_counts_against_sets_of_prefixes(made, config):
 
 @settings(max_examples=100, deadline=None)
 @given(trajectories(), st.integers(1, 6))
-def test_no_shared_node_is_shorter_than_min_span(made, min_span):
-    tree = segment(made, SegmenterConfig(min_span=min_span))
+def test_no_shared_node_is_shorter_than_min_span(sources, min_span):
+    tree = segment(sources, SegmenterConfig(min_span=min_span))
     for node in tree.nodes:
         assert not node.children or node.stop - node.start >= min_span
 
 
 @settings(max_examples=100, deadline=None)
 @given(trajectories(), st.integers(1, 6))
-def test_chain_cuts_lie_at_turn_ends_and_only_split_nodes(made, node_span):
-    plain, cut = segment(made), segment(made, SegmenterConfig(node_span=node_span))
+def test_chain_cuts_lie_at_turn_ends_and_only_split_nodes(sources, node_span):
+    plain, cut = segment(sources), segment(sources, SegmenterConfig(node_span=node_span))
     assert cut.targets == plain.targets
     borders = {(i, plain.nodes[n].stop) for i, path in enumerate(plain.paths) for n in path}
     for index, path in enumerate(cut.paths):
         for node in (cut.nodes[n] for n in path):
             if (index, node.stop) not in borders:
                 assert node.stop - node.start >= node_span
-                assert any(node.stop in made[i].turn_ends for i in node.trajectories)
+                assert any(node.stop in sources[i].turn_ends for i in node.trajectories)
 
 
 @settings(max_examples=100, deadline=None)
 @given(trajectories(), st.randoms())
-def test_order_of_trajectories_only_renumbers(made, random):
-    order = list(range(len(made)))
+def test_order_of_trajectories_only_renumbers(sources, random):
+    order = list(range(len(sources)))
     random.shuffle(order)
-    tree, other = segment(made), segment([made[i] for i in order])
+    tree, other = segment(sources), segment([sources[i] for i in order])
     assert [(n.parent, n.start, n.stop, tuple(n.tokens)) for n in tree.nodes] == [
         (n.parent, n.start, n.stop, tuple(n.tokens)) for n in other.nodes
     ]
@@ -154,12 +138,12 @@ def test_strict_prefix_ends_inside_another():
 
 def test_shared_sampled_token_serves_each_trajectory_that_sampled_it():
     """The second trajectory was given token 2 by its environment; the first and third sampled it."""
-    made = [
+    sources = [
         trajectory([9, 1, 2, 3], [0, 0, 1, 1]),
         trajectory([9, 1, 2, 4], [0, 0, 0, 1]),
         trajectory([9, 1, 2, 5], [0, 0, 1, 1]),
     ]
-    tree = segment(made)
+    tree = segment(sources)
     shared = tree.nodes[0]
     assert shared.loss_targets.tolist() == [1]
     assert tree.entry_trajectory[(tree.entry_node == 0) & (tree.entry_slot == 0)].tolist() == [0, 2]
@@ -180,11 +164,11 @@ def test_several_tops():
 
 
 def test_short_span_stays_in_its_children_and_is_counted():
-    made = [trajectory([9, 1, 2, 3, 4, 5]), trajectory([9, 1, 2, 6]), trajectory([9, 1, 2])]
-    tree = segment(made, SegmenterConfig(min_span=3))
+    sources = [trajectory([9, 1, 2, 3, 4, 5]), trajectory([9, 1, 2, 6]), trajectory([9, 1, 2])]
+    tree = segment(sources, SegmenterConfig(min_span=3))
     assert spans(tree) == [(None, 1, 3, (2,)), (None, 1, 6, (0,)), (None, 1, 4, (1,))]
     assert tree.repeated_targets == 4
-    assert segment(made, SegmenterConfig(min_span=2)).repeated_targets == 0
+    assert segment(sources, SegmenterConfig(min_span=2)).repeated_targets == 0
 
 
 def test_chain_is_cut_where_a_node_is_long_enough():
