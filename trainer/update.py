@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
-from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from torch import Tensor, nn
 
 from longstraw_agents.errors import AdapterError, ConfigError, GroupError, NonFiniteError
 from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
+from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
+from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
 from longstraw_agents.trainer.receipt import Receipt, Step, versions
 from longstraw_agents.trainer.replay import Engine, ReplayConfig, Scores, TreeReplay
