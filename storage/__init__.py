@@ -1,1 +1,7 @@
 """The SQL store: the source of truth for tasks, trajectories, rewards, steps and receipts."""
+
+from longstraw_agents.storage.database import StoreConfig
+from longstraw_agents.storage.records import EvaluationRow, GroupRow, RunRow, StepRow, StoreStats, TrajectoryRow
+from longstraw_agents.storage.store import Store
+
+__all__ = ["EvaluationRow", "GroupRow", "RunRow", "StepRow", "Store", "StoreConfig", "StoreStats", "TrajectoryRow"]

@@ -1,0 +1,240 @@
+"""Reading history: a trajectory's branches, ranges of its tokens, its turns.
+
+Everything that is read is checked on the way: blobs against their digests, spans for gaps, turns against the digest of their
+content. A fault is a CorruptionError that names trajectory and turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from sqlalchemy import Connection, select
+
+from longstraw_agents.errors import CorruptionError, StoreError
+from longstraw_agents.storage import blobs
+from longstraw_agents.storage.rows import Row, checked
+from longstraw_agents.storage.schema import BlobTable, BranchTable, SpanTable, ToolCallTable, TurnTable
+from longstraw_agents.types import LogpArray, TokenArray
+
+BRANCHES, TURNS, SPANS, BLOBS, CALLS = (m.__table__ for m in (BranchTable, TurnTable, SpanTable, BlobTable, ToolCallTable))
+
+
+class Stretch(NamedTuple):
+    """The part of a trajectory that lies on one branch: turns [first_turn, end_turn), positions [start, stop)."""
+
+    branch_id: int
+    first_turn: int
+    end_turn: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A trajectory's stretches, root to leaf; `name` is for messages."""
+
+    name: str
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the trajectory."""
+        return self.stretches[-1].stop if self.stretches else 0
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) with their ids and the marks in (start, stop]; `behaviour` where it was asked for and is there."""
+
+    start: int
+    stop: int
+    ids: TokenArray
+    behaviour: LogpArray | None
+    marks: bytes
+
+    def mark_at(self, position: int) -> bytes:
+        """The mark at `position`, a multiple of MARK_EVERY in (start, stop]."""
+        return mark_in(self.start, self.marks, position)
+
+
+class StoredTurn(NamedTuple):
+    """A turn's row, the (digest, behaviour digest) pairs of its spans, and its tool calls' rows."""
+
+    row: Row
+    spans: tuple[tuple[int, bytes, bytes | None], ...]
+    calls: tuple[Row, ...]
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.row["start"] + self.row["observation_tokens"] + self.row["action_tokens"]
+
+
+def trajectory_name(key: int) -> str:
+    """The public id of a trajectory."""
+    return f"t{key}"
+
+
+def mark_in(start: int, marks: bytes, position: int) -> bytes:
+    """The mark at `position` among those that a span from `start` holds."""
+    at = (position // blobs.MARK_EVERY - start // blobs.MARK_EVERY - 1) * blobs.DIGEST_BYTES
+    mark = marks[at : at + blobs.DIGEST_BYTES]
+    if at < 0 or len(mark) != blobs.DIGEST_BYTES:
+        raise CorruptionError(f"the span at {start} holds no mark for position {position}")
+    return mark
+
+
+def lineage_of(connection: Connection, trajectory: Row) -> Lineage:
+    """The stretches of a (checked) trajectory row."""
+    name = trajectory_name(trajectory["id"])
+    if trajectory["branch_id"] is None:
+        return Lineage(name, ())
+    line = select(BRANCHES).where(BRANCHES.c.id == trajectory["branch_id"]).cte("line", recursive=True)
+    parents = select(BRANCHES).join(line, BRANCHES.c.id == line.c.parent_id)
+    rows = connection.execute(select(line.union_all(parents))).mappings().all()
+    end_turn, stop = trajectory["turns"], trajectory["length"]
+    expected: int | None = trajectory["branch_id"]
+    stretches: list[Stretch] = []
+    by_id = {row["id"]: row for row in rows}
+    while expected is not None:
+        if expected not in by_id or len(stretches) > len(by_id):
+            raise CorruptionError(f"trajectory {name}: branch {expected} of its history is missing")
+        branch = checked(BRANCHES, by_id[expected])
+        stretches.append(Stretch(branch["id"], branch["fork_turn"], end_turn, branch["fork_position"], stop))
+        end_turn, stop, expected = branch["fork_turn"], branch["fork_position"], branch["parent_id"]
+    return Lineage(name, tuple(reversed(stretches)))
+
+
+def read_spans(
+    connection: Connection, lineage: Lineage, start: int, stop: int, *, behaviour: bool = False
+) -> list[Span]:
+    """The spans that hold positions [start, stop), in order, without gaps, their blobs checked.
+
+    Raises StoreError for a range outside the trajectory, CorruptionError for a damaged or missing blob or row.
+    """
+    if not 0 <= start <= stop <= lineage.length:
+        raise StoreError(
+            f"trajectory {lineage.name} has {lineage.length} tokens; the range [{start}, {stop}) does not lie within them"
+        )
+    spans: list[Span] = []
+    for stretch in lineage.stretches:
+        low, high = max(start, stretch.start), min(stop, stretch.stop)
+        if low < high:
+            spans += _stretch_spans(connection, lineage, stretch, low, high, behaviour)
+    return spans
+
+
+def _stretch_spans(
+    connection: Connection, lineage: Lineage, stretch: Stretch, low: int, high: int, behaviour: bool
+) -> list[Span]:
+    tokens = BLOBS.alias()
+    columns: list[Any] = [SPANS.c.start, SPANS.c.stop, SPANS.c.tokens, SPANS.c.behaviour, SPANS.c.marks, tokens.c.data]
+    source = SPANS.outerjoin(tokens, tokens.c.digest == SPANS.c.tokens)
+    if behaviour:
+        logp = BLOBS.alias()
+        columns.append(logp.c.data)
+        source = source.outerjoin(logp, logp.c.digest == SPANS.c.behaviour)
+    inside = (SPANS.c.branch_id == stretch.branch_id, SPANS.c.start > low - blobs.SPAN_TOKENS, SPANS.c.start < high)
+    rows = connection.execute(select(*columns).select_from(source).where(*inside).order_by(SPANS.c.start))
+    spans: list[Span] = []
+    for row in rows:
+        if row[1] <= low:
+            continue
+        if row[0] != (spans[-1].stop if spans else row[0]):
+            break
+        try:
+            ids = blobs.decode_ids(_content(row[2], row[5]))
+            logp_A = blobs.decode_behaviour(_content(row[3], row[6])) if behaviour and row[3] is not None else None
+        except CorruptionError as error:
+            raise _damaged(connection, lineage, stretch, row[0], str(error)) from None
+        if len(ids) != row[1] - row[0] or (logp_A is not None and len(logp_A) != len(ids)):
+            raise _damaged(connection, lineage, stretch, row[0], f"span [{row[0]}, {row[1]}) holds {len(ids)} tokens")
+        spans.append(Span(row[0], row[1], ids, logp_A, row[4] or b""))
+    if not spans or spans[0].start > low or spans[-1].stop < high:
+        raise _damaged(connection, lineage, stretch, spans[-1].stop if spans else low, "a span is missing")
+    return spans
+
+
+def _content(name: bytes, data: bytes | None) -> bytes:
+    if data is None:
+        raise CorruptionError(f"blob {name.hex()} is missing")
+    return blobs.decompress(name, data)
+
+
+def blob(connection: Connection, name: bytes) -> bytes:
+    """The content of one blob, checked. Raises CorruptionError if it is damaged or missing."""
+    return _content(name, connection.execute(select(BLOBS.c.data).where(BLOBS.c.digest == name)).scalar())
+
+
+def _damaged(connection: Connection, lineage: Lineage, stretch: Stretch, position: int, what: str) -> CorruptionError:
+    """The error for a fault at `position`, with the turn that holds it."""
+    query = select(TURNS.c.turn).where(TURNS.c.branch_id == stretch.branch_id, TURNS.c.start <= position)
+    turn = connection.execute(query.order_by(TURNS.c.turn.desc()).limit(1)).scalar()
+    return damaged_turn(lineage.name, turn, what)
+
+
+def damaged_turn(name: str, turn: int | None, what: str) -> CorruptionError:
+    """The error for a fault in one turn."""
+    return CorruptionError(f"trajectory {name}, turn {turn}: {what}; restore it from a copy, or delete its group")
+
+
+def read_turns(connection: Connection, lineage: Lineage) -> Iterator[StoredTurn]:
+    """The trajectory's turns in order, each checked against its digest; blobs are not read."""
+    position = 0
+    for stretch in lineage.stretches:
+        calls = _calls(connection, stretch)
+        spans = _span_names(connection, stretch)
+        turns = (TURNS.c.branch_id == stretch.branch_id, TURNS.c.turn >= stretch.first_turn, TURNS.c.turn < stretch.end_turn)
+        expected = stretch.first_turn
+        for found in connection.execute(select(TURNS).where(*turns).order_by(TURNS.c.turn)).mappings():
+            row = dict(found)
+            turn = StoredTurn(row, tuple(_within(spans, row)), calls.get(row["turn"], ()))
+            digest = blobs.turn_digest(
+                *(row[name] for name in ("observation_tokens", "action_tokens", "policy_version", "reward", "reward_parts")),
+                [names[1:] for names in turn.spans],
+                row["source"],
+                [call["body"] for call in turn.calls],
+            )
+            if row["turn"] != expected or row["start"] != position or digest != row["digest"] or row["calls"] != len(turn.calls):
+                raise damaged_turn(lineage.name, expected, "its rows do not fit its digest")
+            expected, position = expected + 1, turn.stop
+            yield turn
+        if expected != stretch.end_turn or position != stretch.stop:
+            raise damaged_turn(lineage.name, expected, "its row is missing")
+
+
+def _calls(connection: Connection, stretch: Stretch) -> dict[int, tuple[Row, ...]]:
+    turns = (CALLS.c.branch_id == stretch.branch_id, CALLS.c.turn >= stretch.first_turn, CALLS.c.turn < stretch.end_turn)
+    rows = connection.execute(select(CALLS).where(*turns).order_by(CALLS.c.turn, CALLS.c.call)).mappings()
+    return {turn: tuple(map(dict, of)) for turn, of in groupby(rows, key=lambda row: row["turn"])}
+
+
+def _span_names(connection: Connection, stretch: Stretch) -> list[tuple[int, bytes, bytes | None]]:
+    """Start, blob and behaviour blob of every span on the stretch, last one first."""
+    inside = (SPANS.c.branch_id == stretch.branch_id, SPANS.c.start >= stretch.start, SPANS.c.start < stretch.stop)
+    query = select(SPANS.c.start, SPANS.c.tokens, SPANS.c.behaviour).where(*inside)
+    return [(row[0], row[1], row[2]) for row in connection.execute(query.order_by(SPANS.c.start.desc()))]
+
+
+def _within(spans: list[tuple[int, bytes, bytes | None]], row: Row) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """Takes the spans of one turn off the end of the list."""
+    stop = row["start"] + row["observation_tokens"] + row["action_tokens"]
+    while spans and spans[-1][0] < stop:
+        yield spans.pop()
+
+
+def concatenated(arrays: Sequence[Any], dtype: Any) -> Any:
+    """One array of all; of `dtype` and empty where there is none."""
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def read_ids(connection: Connection, lineage: Lineage, start: int, stop: int) -> TokenArray:
+    """Tokens [start, stop) of a trajectory."""
+    spans = read_spans(connection, lineage, start, stop)
+    if not spans:
+        return np.zeros(0, np.int32)
+    offset = spans[0].start
+    return np.concatenate([span.ids for span in spans])[start - offset : stop - offset]
