@@ -14,36 +14,9 @@ from longstraw_agents.errors import ModelError, TokenError  # noqa: E402
 from longstraw_agents.rendering import ChatML, DisarmedEncoder  # noqa: E402
 from longstraw_agents.trainer.models import SMOLLM2, cache_folder, smollm2_folder  # noqa: E402
 from longstraw_agents.types import Message  # noqa: E402
+from tests.chat import ADDED, small_tokenizer  # noqa: E402
 
 HAVE_SMOLLM2 = (cache_folder() / SMOLLM2 / "config.json").exists()
-
-ADDED = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>"]
-
-
-def small_tokenizer(*, lossy: bool = False, word: str | None = None):
-    """Byte-level BPE over the 256 bytes and a few merges. lossy: lower-cases. word: an added token that the model's own merges
-    reach too."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)}
-    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
-    if word:
-        merges += [("".join(word[:size]), word[size]) for size in range(1, len(word))]
-    for left, right in merges:
-        vocab.setdefault(left + right, len(vocab))
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=word is None)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    if lossy:
-        backend.normalizer = tokenizers.normalizers.Lowercase()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.add_tokens(
-        [
-            tokenizers.AddedToken(token, special=token.startswith("<|"), normalized=False)
-            for token in ADDED + ([word] if word else [])
-        ]
-    )
-    return tokenizer
-
 
 TOKENIZER = small_tokenizer()
 HOSTILE = st.lists(st.sampled_from([*ADDED, "hello", "\n", " ", "é", "\ud800", "<|im_", "start|>"]) | st.text(max_size=5)).map(
