@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import gymnasium
 import numpy as np
 
-from longstraw_agents.errors import LongStrawError, StoreError
+from longstraw_agents.errors import ConfigError, LongStrawError, StoreError
 from longstraw_agents.policies.sampling import Policy, Sample, SampleRequest, Sampling
 from longstraw_agents.rendering import Rendered, Renderer
 from longstraw_agents.types import Message, StopReason, Task, TokenArray, ToolCall, Turn
@@ -105,12 +105,18 @@ class World:
     def _guarded(self, call: Callable[[], T]) -> T:
         try:
             return call()
+        except ConfigError:  # an unknown environment or option is the user's mistake, in every episode alike: it ends the run
+            raise
         except Exception as error:  # an environment is foreign code: whatever it raises ends the episode, not the run
             raise EpisodeFailed(StopReason.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
 
 
 def make_registered(task: Task) -> gymnasium.Env[str, str]:
     """The environment that `task.env_id` names in gymnasium's registry. Its checker is left off: answers are checked here."""
+    try:
+        gymnasium.spec(task.env_id)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ConfigError(f"unknown environment {task.env_id!r}: {error}; import the module that registers it first") from error
     return gymnasium.make(task.env_id, disable_env_checker=True)
 
 

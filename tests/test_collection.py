@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from longstraw_agents.collection import CollectConfig, CollectResult, Progress, collect
+from longstraw_agents.episodes import make_registered
 from longstraw_agents.errors import ConfigError, PolicyError, StoreError
 from longstraw_agents.policies import Sample, SampleRequest
 from longstraw_agents.policies.scripted import ScriptedPolicy
@@ -279,6 +280,8 @@ def test_settings_out_of_range_are_refused(store: Store) -> None:
             CollectConfig(**options)
     with pytest.raises(ConfigError, match="group_size"):
         run(store, store.create_run("r", {}), [], group_size=0)
+    with pytest.raises(ConfigError, match="unknown environment 'Nowhere-v0'"):
+        run(store, store.create_run("r", {}), [Task("Nowhere-v0", 0)], make=make_registered)
 
 
 def test_gymnasium_environments_without_messages_speak_as_the_user(store: Store) -> None:
