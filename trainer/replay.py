@@ -29,9 +29,10 @@ from longstraw_agents.errors import ConfigError, NonFiniteError, TokenError
 from longstraw_agents.segmenter import Node, PrefixTree
 from longstraw_agents.trainer.architectures import make_state, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
+from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
 from longstraw_agents.trainer.head import find_head
 from longstraw_agents.trainer.stamps import WeightStamps, require_fresh
-from longstraw_agents.trainer.state import Run, wide
+from longstraw_agents.trainer.state import Run, StateCache, wide
 
 GRADIENTS = ("exact", "detached")
 
@@ -110,6 +111,29 @@ class Engine:
             config._attn_implementation = before
             self.model.train(training)
 
+    @property
+    def frontier(self) -> int:
+        """The layer below which nothing changes under the parameters that train now."""
+        return find_frontier(self.decoder, self.base.config)
+
+    def decode(self, ids_BT: np.ndarray, run: Run, state: StateCache, entry: Entry | None = None) -> Tensor:
+        """The decoder's forward of one run on `state`: hidden states [B, T, C] after the final norm.
+
+        With `entry` the run starts from its layer, and the layers below neither run nor write.
+        """
+        positions = torch.arange(run.start, run.stop, device=self.device)[None].expand(run.rows, -1)
+        state.begin(run)
+        token = ACTIVE.set(state)
+        try:
+            with started_from(self.decoder, entry):
+                result = self.decoder(
+                    input_ids=torch.as_tensor(ids_BT, dtype=torch.int64, device=self.device), position_ids=positions,
+                    use_cache=True, **{self.cache_argument: state},
+                )  # fmt: skip
+        finally:
+            ACTIVE.reset(token)
+        return result.last_hidden_state  # type: ignore[no-any-return]
+
     def open(self, tree: PrefixTree) -> TreeReplay:
         """Begin work on a tree under the current weights."""
         return TreeReplay(self, tree)
@@ -147,6 +171,7 @@ class TreeReplay:
         self._flat = _Flat.of(self.tree, self.engine.device)
         capacity = max((node.stop - 1 for node in self.tree.nodes), default=0)
         self.state = make_state(self.engine.base, capacity)
+        self.state.frontier = self.engine.frontier
         self._stamps = self.engine.stamps.layers()
         self._resident: list[int] = []  # the path whose nodes' states lie in the cache now
         self._scored = False
@@ -294,22 +319,11 @@ class TreeReplay:
 
     def _decode(self, group: Sequence[Node], first: int, last: int, run: Run) -> Tensor:
         """The decoder's forward over offsets [first, last) of the group's inputs: hidden states [B, T, C]."""
-        device = self.engine.device
         inputs = np.zeros((len(group), last - first), dtype=np.int64)
         for row, node in enumerate(group):
             part = node.tokens[:-1][first:last]
             inputs[row, : len(part)] = part
-        positions = torch.arange(run.start, run.stop, device=device)[None].expand(len(group), -1)
-        self.state.begin(run)
-        token = ACTIVE.set(self.state)
-        try:
-            result = self.engine.decoder(
-                input_ids=torch.as_tensor(inputs, device=device), position_ids=positions, use_cache=True,
-                **{self.engine.cache_argument: self.state},
-            )  # fmt: skip
-        finally:
-            ACTIVE.reset(token)
-        return result.last_hidden_state  # type: ignore[no-any-return]
+        return self.engine.decode(inputs, run, self.state)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -280,12 +280,13 @@ class StateCache(Cache):  # type: ignore[misc]
         self.layer_class_to_replicate = None
         self.offloading = False
         self.start = 0
+        self.frontier = 0  # layers below it train nothing: no gradient is wanted of what they read
 
     def begin(self, run: Run) -> None:
         """Prepare every layer for a run."""
         self.start = run.start
-        for layer in self.layers:
-            layer.begin(run)
+        for index, layer in enumerate(self.layers):
+            layer.begin(run if index >= self.frontier else replace(run, gradient=False))
 
     def seeds(self) -> list[Seed]:
         """The seeds of every layer."""
