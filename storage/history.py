@@ -95,7 +95,7 @@ def encode_turn(turn: Turn) -> EncodedTurn:
             kept = None if logp is None else encoded.keep(blobs.encode_behaviour(logp[start : start + blobs.SPAN_TOKENS]))
             encoded.pieces.append(Piece(part, tokens, kept))
     if turn.observation_source is not None:
-        encoded.source = encoded.keep(bytes(turn.observation_source))
+        encoded.source = encoded.keep(b"s" + bytes(turn.observation_source))
     encoded.calls = [_encode_call(encoded, call) for call in turn.tool_calls]
     return encoded
 
@@ -118,7 +118,7 @@ def _encode_call(encoded: EncodedTurn, call: ToolCall) -> Row:
         "seconds": float(call.seconds),
     }
     try:
-        content = canonical(body).encode()
+        content = b"c" + canonical(body).encode()
     except (TypeError, ValueError) as error:
         raise StoreError(f"tool call {call.name!r} cannot be stored as JSON ({error}); give plain values") from None
     failed = call.error is not None
@@ -298,8 +298,8 @@ def _turn(
 ) -> Turn:
     row, border = stored.row, stored.row["start"] + stored.row["observation_tokens"]
     try:
-        source = None if row["source"] is None else blob(connection, row["source"])
-        calls = tuple(ToolCall(**json.loads(blob(connection, call["body"]))) for call in stored.calls)
+        source = None if row["source"] is None else blob(connection, row["source"])[1:]
+        calls = tuple(ToolCall(**json.loads(blob(connection, call["body"])[1:])) for call in stored.calls)
     except CorruptionError as error:
         raise damaged_turn(name, row["turn"], str(error)) from None
     kept = [logp[start] for start, _, behaviour in stored.spans if behaviour is not None]

@@ -12,7 +12,8 @@ Vocabulary
     seal     digest of a row's other columns: a flipped bit in a row is noticed as one in a blob is
     nonce    random bytes chosen by the writer, so that a commit whose outcome is unknown can be sent again
 
-Positions and turn indices count from the trajectory's beginning also in branches that leave another one.
+Positions and turn indices count from the trajectory's beginning also in branches that leave another one. Parents are no foreign
+keys: they are of the same run and go with it, and each key would cost an index.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class PolicyTable(Base):
     """A policy version of a run; version 0 is what the run began with, later ones name the step that made them."""
 
     __tablename__ = "policies"
+    __table_args__ = {"sqlite_with_rowid": False}
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     version: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
     step: Mapped[int | None] = mapped_column(BigInt)
@@ -129,7 +131,7 @@ class GroupTable(Base):
     id: Mapped[int] = mapped_column(BigInt, primary_key=True)
     nonce: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), index=True)
-    task_id: Mapped[int] = mapped_column(ForeignKey("tasks.id"), index=True)
+    task_id: Mapped[int] = mapped_column(ForeignKey("tasks.id"))
     size: Mapped[int] = mapped_column(Integer)
     purpose: Mapped[str] = mapped_column(String(16))
     policy_version: Mapped[int] = mapped_column(BigInt)
@@ -144,7 +146,7 @@ class BranchTable(Base):
     __tablename__ = "branches"
     id: Mapped[int] = mapped_column(BigInt, primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), index=True)
-    parent_id: Mapped[int | None] = mapped_column(ForeignKey("branches.id"), index=True)
+    parent_id: Mapped[int | None] = mapped_column(BigInt)
     fork_turn: Mapped[int] = mapped_column(BigInt)
     fork_position: Mapped[int] = mapped_column(BigInt)
     key: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
@@ -198,7 +200,7 @@ class ToolCallTable(Base):
 
 
 class BlobTable(Base):
-    """zstd data under the digest of its content. References to blobs are no foreign keys: see `gc` in `admin`."""
+    """Compressed data under the digest of its content. References to blobs are no foreign keys: see `gc` in `admin`."""
 
     __tablename__ = "blobs"
     id: Mapped[int] = mapped_column(BigInt, primary_key=True)
@@ -215,7 +217,7 @@ class TrajectoryTable(Base):
     group_id: Mapped[int] = mapped_column(ForeignKey("groups.id", ondelete="CASCADE"))
     member: Mapped[int] = mapped_column(Integer)
     part: Mapped[int] = mapped_column(Integer)
-    parent_id: Mapped[int | None] = mapped_column(ForeignKey("trajectories.id"), index=True)
+    parent_id: Mapped[int | None] = mapped_column(BigInt)
     weight: Mapped[float] = mapped_column(Float(53))
     branch_id: Mapped[int | None] = mapped_column(ForeignKey("branches.id"), index=True)
     turns: Mapped[int] = mapped_column(BigInt)
@@ -233,6 +235,7 @@ class StepTable(Base):
     """One committed update: the policy versions before and after it, and its receipt."""
 
     __tablename__ = "steps"
+    __table_args__ = {"sqlite_with_rowid": False}
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
     first_version: Mapped[int] = mapped_column(BigInt)
@@ -261,7 +264,7 @@ class EvaluationTable(Base):
     __table_args__ = {"sqlite_autoincrement": True}
     id: Mapped[int] = mapped_column(BigInt, primary_key=True)
     nonce: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
-    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), index=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
     name: Mapped[str] = mapped_column(AnyText)
     policy_version: Mapped[int] = mapped_column(BigInt)
     metrics: Mapped[Any] = mapped_column(Json)

@@ -50,6 +50,7 @@ def _runs_and_tasks() -> None:
         _key("version"),
         _column("step", BIG, nullable=True),
         _column("created", sa.Float(53)),
+        sqlite_with_rowid=False,
     )
     op.create_table(
         "tasks",
@@ -65,7 +66,7 @@ def _runs_and_tasks() -> None:
         sa.Column("id", BIG, primary_key=True),
         _column("nonce", sa.LargeBinary, unique=True),
         _column("run_id", BIG, _within("runs"), index=True),
-        _column("task_id", BIG, sa.ForeignKey("tasks.id"), index=True),
+        _column("task_id", BIG, sa.ForeignKey("tasks.id")),
         _column("size", sa.Integer),
         _column("purpose", sa.String(16)),
         _column("policy_version", BIG),
@@ -81,7 +82,7 @@ def _history() -> None:
         "branches",
         sa.Column("id", BIG, primary_key=True),
         _column("run_id", BIG, _within("runs"), index=True),
-        _column("parent_id", BIG, sa.ForeignKey("branches.id"), index=True, nullable=True),
+        _column("parent_id", BIG, nullable=True),
         _column("fork_turn", BIG),
         _column("fork_position", BIG),
         _column("key", sa.LargeBinary, unique=True),
@@ -139,7 +140,7 @@ def _trajectories() -> None:
         _column("group_id", BIG, _within("groups")),
         _column("member", sa.Integer),
         _column("part", sa.Integer),
-        _column("parent_id", BIG, sa.ForeignKey("trajectories.id"), index=True, nullable=True),
+        _column("parent_id", BIG, nullable=True),
         _column("weight", sa.Float(53)),
         _column("branch_id", BIG, sa.ForeignKey("branches.id"), index=True, nullable=True),
         _column("turns", BIG),
@@ -168,6 +169,7 @@ def _training() -> None:
         _column("groups", sa.Integer),
         _column("created", sa.Float(53)),
         _column("seal", sa.LargeBinary),
+        sqlite_with_rowid=False,
     )
     op.create_table(
         "step_groups",
@@ -180,7 +182,7 @@ def _training() -> None:
         "evaluations",
         sa.Column("id", BIG, primary_key=True),
         _column("nonce", sa.LargeBinary, unique=True),
-        _column("run_id", BIG, _within("runs"), index=True),
+        _column("run_id", BIG, _within("runs")),
         _column("name", sa.Text),
         _column("policy_version", BIG),
         _column("metrics", sa.Text),
