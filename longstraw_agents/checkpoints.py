@@ -1,12 +1,12 @@
-"""The folders of a run's versions: written whole or not at all, and checked before they are used.
+"""The folders of a run's steps: written whole or not at all, and checked before they are used.
 
-Idea: a version's files are written into a hidden folder, synced, and moved into place; only then does the store commit the step,
-with the digest of every file. So a crash leaves either a folder that no step names (it is overwritten later) or a step whose
+Idea: a step's files are written into a hidden folder, synced, and moved into place; only then does the store commit the step,
+with the digest of every file. So a crash leaves either a folder that no step names (it is replaced later) or a step whose
 folder is whole.
 
 Vocabulary
-    version folder   VERSIONS/000012: the adapter in PEFT's format, the optimizer's state, receipt.json
-    files            relative name -> SHA-256 of its bytes, in hexadecimal: what the store keeps of a step
+    step folder   STEPS/000012: the adapter in PEFT's format, the optimizer's state, receipt.json
+    files         relative name -> SHA-256 of its bytes, in hexadecimal: what the store keeps of a step
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from longstraw_agents.errors import CorruptionError
 
 
-def version_folder(versions: Path, version: int) -> Path:
-    """Where the files of a version lie."""
-    return versions / f"{version:06d}"
+def step_folder(steps: Path, step: int) -> Path:
+    """Where the files of a step lie."""
+    return steps / f"{step:06d}"
 
 
-def write_version(versions: Path, version: int, save: Callable[[Path], object]) -> dict[str, str]:
+def write_step(steps: Path, step: int, save: Callable[[Path], object]) -> dict[str, str]:
     """Let `save` write into a hidden folder, sync it, move it into place, and return its files with their digests.
 
-    A folder of the same version that a crash left behind is replaced.
+    A folder of the same step that a crash left behind is replaced.
     """
-    versions.mkdir(parents=True, exist_ok=True)
-    hidden = versions / f".writing-{version:06d}"
+    steps.mkdir(parents=True, exist_ok=True)
+    hidden = steps / f".writing-{step:06d}"
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
     save(hidden)
@@ -41,29 +41,29 @@ def write_version(versions: Path, version: int, save: Callable[[Path], object]) 
             files[path.relative_to(hidden).as_posix()] = digest(path)
         _sync(path)
     _sync(hidden)
-    target = version_folder(versions, version)
+    target = step_folder(steps, step)
     if target.exists():
         shutil.rmtree(target)
     os.rename(hidden, target)
-    _sync(versions)
+    _sync(steps)
     return files
 
 
-def check_version(versions: Path, version: int, files: Mapping[str, str]) -> Path:
-    """The folder of a version, after every file was found with the digest that its step names; else `CorruptionError`."""
-    folder = version_folder(versions, version)
+def check_step(steps: Path, step: int, files: Mapping[str, str]) -> Path:
+    """The folder of a step, after every file was found with the digest that its step names; else `CorruptionError`."""
+    folder = step_folder(steps, step)
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
-            raise CorruptionError(f"{path} is missing, though the store has it for version {version}; restore it from a copy")
+            raise CorruptionError(f"{path} is missing, though the store has it for step {step}; restore it from a copy")
         if digest(path) != expected:
             raise CorruptionError(f"{path} is not what was written (its SHA-256 differs); restore it from a copy")
     return folder
 
 
-def prune(versions: Path, keep: Collection[int]) -> None:
-    """Remove the folders of all versions but those in `keep`, and what crashes left half written."""
-    for path in versions.iterdir():
+def prune(steps: Path, keep: Collection[int]) -> None:
+    """Remove the folders of all steps but those in `keep`, and what crashes left half written."""
+    for path in steps.iterdir():
         if path.name.startswith(".writing-") or (path.name.isdigit() and int(path.name) not in keep):
             shutil.rmtree(path)
 

@@ -14,7 +14,7 @@ Vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,6 +51,12 @@ class Score:
     def as_dict(self) -> dict[str, Any]:
         """For JSON and the store."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Score:
+        """What `as_dict` gave, also after JSON made lists of its intervals."""
+        intervals = {name: tuple(values[name]) for name in ("success_interval", "return_interval")}
+        return cls(**{**values, **intervals})
 
     def __str__(self) -> str:
         low, high = self.success_interval

@@ -6,10 +6,11 @@ among its prose.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -87,3 +88,66 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Terminal:
+    """Where a command writes for people: lines, a table that grows, and one progress line below them."""
+
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+        self.stream = stream if stream is not None else sys.stdout
+        self.quiet = quiet
+        self._columns: tuple[str, ...] = ()
+
+    @classmethod
+    def silent(cls) -> Terminal:
+        """One that writes nothing: for use as a library."""
+        return cls(quiet=True)
+
+    def say(self, text: str = "") -> None:
+        """A line."""
+        self._columns = ()
+        self._print(text)
+
+    def row(self, values: Mapping[str, Any]) -> None:
+        """A row of a table; the head is written where the columns change."""
+        if tuple(values) != self._columns:
+            self._print("  ".join(f"{name:>{_width(name)}}" for name in values))
+            self._columns = tuple(values)
+        self._print("  ".join(f"{cell(value):>{_width(name)}}" for name, value in values.items()))
+
+    def progress(self, label: str, total: int, unit: str) -> Progress:
+        """A progress line. On a terminal it is the line below the last one; elsewhere a plain line now and then."""
+        return Progress(label, total, unit, stream=self.stream if not self.quiet else _Nowhere(), quiet_seconds=30.0)
+
+    def _print(self, text: str) -> None:
+        if not self.quiet:
+            print(text, file=self.stream, flush=True)
+
+
+class _Nowhere(io.StringIO):
+    """A stream that forgets."""
+
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: four digits of a fraction, whole numbers with separators, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,d}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line of text: eight heights between the lowest and the highest value."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = high - low or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (value - low) / span))] for value in values)
+
+
+def _width(name: str) -> int:
+    return max(len(name), 7)

@@ -1,0 +1,324 @@
+"""The run: collect, store, segment, train, commit, recapture, evaluate, and again.
+
+Idea: the store is the run's memory. Which tasks an update works on follows from the run's seed and the update's number; whatever
+the trainer uses is read back from the store; a step exists once the store has committed it. So a run that was stopped anywhere
+goes on with the last complete step, and collecting and training in two processes gives what one process gives, bit for bit.
+
+Vocabulary
+    update   one round: the groups of some tasks are collected, trained on, and used up
+    step     the committed update: steps are numbered from 1, as updates are
+    folder   where a run lives: store.sqlite, steps/000012 (adapter, optimizer's state, receipt.json), run.toml
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from longstraw_agents import config as toml
+from longstraw_agents.checkpoints import check_step, prune, step_folder, write_step
+from longstraw_agents.collection import CollectConfig, Progress, collect
+from longstraw_agents.errors import ConfigError, StoreError
+from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks, outcomes, task_seed
+from longstraw_agents.phases import Phases
+from longstraw_agents.policies.local import LocalPolicy
+from longstraw_agents.rendering import ChatML
+from longstraw_agents.scores import Interval, Score, gain_points, score
+from longstraw_agents.storage import Store
+from longstraw_agents.terminal import Terminal
+from longstraw_agents.trainer.models import ModelConfig, load_model
+from longstraw_agents.trainer.update import Credit, Trainer, TrainerConfig
+from longstraw_agents.types import FAILED, Task
+
+#: What may differ between a run's stored configuration and the one it goes on with.
+MAY_CHANGE = ("run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where a run lives and how long it is. `store` is a path or an SQLAlchemy URL, by default store.sqlite in the folder.
+
+    evaluate_every: updates between evaluations, 0 for before and after only; keep: step folders kept, newest first.
+    """
+
+    name: str = "run"
+    folder: Path = Path("runs/run")
+    store: str | None = None
+    updates: int = 24
+    seed: int = 0
+    evaluate_every: int = 0
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("updates", 0), ("seed", 0), ("evaluate_every", 0), ("keep", 1)):
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} must be at least {lowest}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is trained on: `groups` tasks of an environment in each update, `samples` trajectories of each.
+
+    `env` is a gymnasium id; "module:id" imports the module first, which registers it. `options` go to the environment's reset.
+    """
+
+    env: str = "longstraw/Lookup-v0"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: int = 4
+    samples: int = 8
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.samples < 2:
+            raise ConfigError(
+                f"groups is {self.groups} and samples {self.samples}; give at least 1 group, of at least 2 trajectories to compare"
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run: one field is one section of its TOML file."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+
+
+class Loop:
+    """One run in one process. Make it from a configuration: it begins the run, or goes on where the store says it stopped.
+
+    Raises ConfigError where the store's run of this name has other settings, and what loading the model and store raises.
+    """
+
+    def __init__(self, config: RunConfig, terminal: Terminal | None = None, credit: Credit | None = None) -> None:
+        """credit: replaces the group's advantages (see Trainer)."""
+        self.config, self.terminal = config, terminal or Terminal.silent()
+        self.folder = config.run.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.store = Store.open(config.run.store or str(self.folder / "store.sqlite"))
+        self.run_id = self._run_id()
+        self.phases = Phases()
+        with self.phases("load"):
+            self.model, tokenizer = load_model(config.model)
+            self.trainer = Trainer(self.model, config.trainer, credit=credit)
+            self._restore()
+        self.renderer = ChatML(tokenizer)
+        self.policy = LocalPolicy(self.model, self.renderer.stop_ids, version=self.trainer.version)
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.store.close()
+
+    @property
+    def done(self) -> int:
+        """How many updates are committed."""
+        step = self.store.latest_step(self.run_id)
+        return 0 if step is None else step.step
+
+    @property
+    def steps(self) -> Path:
+        """Where the step folders lie."""
+        return self.folder / "steps"
+
+    def tasks(self, update: int) -> list[Task]:
+        """The tasks of an update: a function of the run's seed and the update's number alone."""
+        first, settings = (update - 1) * self.config.tasks.groups, self.config.tasks
+        seeds = [task_seed(self.config.run.seed, first + index) for index in range(settings.groups)]
+        return [Task(settings.env, seed, "train", dict(settings.options)) for seed in seeds]
+
+    def run(self) -> dict[str, Any]:
+        """All updates that are left, with evaluations; returns the report."""
+        every = self.config.run.evaluate_every
+        self.evaluate("before")
+        while self.done < self.config.run.updates:
+            self.collect()
+            self.train()
+            if every and self.done % every == 0 and self.done < self.config.run.updates:
+                self.evaluate(f"update {self.done}")
+        self.evaluate("after")
+        return self.report()
+
+    def collect(self) -> list[str]:
+        """Collect the next update's groups, or what is missing of them; returns their ids."""
+        update = self.done + 1
+        with self.phases("collect"):
+            return self._collect(self.tasks(update), self.config.tasks.samples, "train", f"update {update}", self.config.run.seed)
+
+    def train(self) -> dict[str, Any]:
+        """Train on the complete groups that no step has used, commit the step, and return its receipt.
+
+        Raises StoreError where there is no such group. A failed update changes neither store nor weights.
+        """
+        update = self.done + 1
+        rows = self.store.groups(self.run_id, purpose="train", complete=True, unused=True)
+        if not rows:
+            raise StoreError(f"run {self.config.run.name} has no complete group that is unused; collect first: longstraw collect")
+        with self.phases("read"):
+            groups = [self.store.load_group(row.group_id) for row in rows]
+        with self.phases("train"):
+            receipt = self.trainer.update(groups).to_dict()
+        receipt["collected"] = self._collected([row.group_id for row in rows])
+        with self.phases("commit"):
+            files = write_step(self.steps, update, lambda folder: self._save(folder, receipt))
+            self.store.commit_step(
+                self.run_id,
+                step=update,
+                first_version=receipt["first_version"],
+                last_version=receipt["last_version"],
+                group_ids=[row.group_id for row in rows],
+                files=files,
+                receipt=receipt,
+            )
+            prune(self.steps, keep=range(update - self.config.run.keep + 1, update + 1))
+        self.policy.refresh(self.trainer.version)
+        self.terminal.row(update_row(update, receipt))
+        return receipt
+
+    def evaluate(self, name: str, options: Mapping[str, Any] | None = None) -> dict[str, Score]:
+        """Evaluate the current weights on the held-out tasks, once per name: a second call reads the result from the store.
+
+        `options` are added to the tasks' options, for controls.
+        """
+        for row in self.store.evaluations(self.run_id):
+            if row.name == name:
+                return {mode: Score.from_dict(values["score"]) for mode, values in row.metrics.items()}
+        settings, scores, metrics = self.config.evaluate, {}, {}
+        tasks = heldout_tasks(settings, self.config.tasks.env, {**self.config.tasks.options, **(options or {})})
+        with self.phases("evaluate"):
+            for mode, samples in settings.modes().items():
+                ids = self._collect(tasks, samples, "eval", f"{name}, {mode}", settings.seed, greedy=mode == "greedy")
+                scores[mode] = score(mode, outcomes(self.store, ids))
+                metrics[mode] = {"score": scores[mode].as_dict(), "groups": ids}
+                self.terminal.say(f"{name:<10} {scores[mode]}")
+        self.store.add_evaluation(self.run_id, name, self.trainer.version, metrics)
+        return scores
+
+    def gain(self, first: str, last: str, mode: str = "sampled") -> tuple[float, Interval]:
+        """Points of success that the evaluation `last` is above `first`, paired by task, with its 95 % interval."""
+        groups = {row.name: row.metrics[mode]["groups"] for row in self.store.evaluations(self.run_id) if mode in row.metrics}
+        for name in (first, last):
+            if name not in groups:
+                raise StoreError(f"there is no evaluation {name!r} in mode {mode!r}; there are {', '.join(groups) or 'none'}")
+        return gain_points(outcomes(self.store, groups[first]), outcomes(self.store, groups[last]))
+
+    def report(self) -> dict[str, Any]:
+        """What the run has shown so far, for people and machines."""
+        rows = self.store.evaluations(self.run_id)
+        evaluations = {row.name: {mode: values["score"] for mode, values in row.metrics.items()} for row in rows}
+        return {
+            "run": self.config.run.name,
+            "run_id": self.run_id,
+            "store": self.config.run.store or str(self.folder / "store.sqlite"),
+            "adapter": str(step_folder(self.steps, self.done)),
+            "updates": [
+                update_row(step.step, step.receipt) | {"phases": step.receipt["phases"]} for step in self.store.steps(self.run_id)
+            ],
+            "evaluations": evaluations,
+            "phases": self.phases.as_dict(),
+            "sampler": asdict(self.policy.counters),
+        }
+
+    # Inside
+
+    def _run_id(self) -> str:
+        """The store's run of this name, or a new one. What the store has of it must be what is asked for."""
+        asked = toml.plain(self.config)
+        for row in self.store.runs():
+            if row.name == self.config.run.name:
+                _require_same(row.config, asked, self.config.run.name)
+                return row.run_id
+        (self.folder / "run.toml").write_text(toml.dump(self.config), encoding="utf-8")
+        return self.store.create_run(self.config.run.name, asked)
+
+    def _restore(self) -> None:
+        step = self.store.latest_step(self.run_id)
+        if step is not None:
+            self.trainer.restore(check_step(self.steps, step.step, step.files))
+
+    def _save(self, folder: Path, receipt: Mapping[str, Any]) -> None:
+        self.trainer.save(folder)
+        (folder / "receipt.json").write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+
+    def _collect(
+        self, tasks: Sequence[Task], size: int, purpose: str, label: str, seed: int, greedy: bool = False
+    ) -> list[str]:
+        """One group of `size` finished episodes per task; their ids in the tasks' order."""
+        config = self.config.collect
+        if greedy:
+            config = replace(config, sampling=replace(config.sampling, temperature=0.0))
+        line = self.terminal.progress(label, len(tasks) * size, "episodes")
+
+        def progress(state: Progress) -> None:
+            line.total = state.total
+            reward = "" if state.mean_reward is None else f"  reward {state.mean_reward:.3f}"
+            line.update(state.episodes, f"{state.tokens_per_second:.0f} tokens/s{reward}")
+
+        try:
+            result = asyncio.run(
+                collect(
+                    self.store, self.policy, self.renderer, tasks, config,
+                    run_id=self.run_id, group_size=size, purpose=purpose, seed=seed, progress=progress,
+                )
+            )  # fmt: skip
+        finally:
+            line.close()
+        return [group_id for group_id in result.group_ids if group_id is not None]
+
+    def _collected(self, group_ids: Sequence[str]) -> dict[str, Any]:
+        """What an update's groups hold: for the curves, the table and the receipt."""
+        rows = [row for group_id in group_ids for row in self.store.trajectories(group_id)]
+        rewards = [row.reward for row in rows if row.reward is not None]
+        return {
+            "episodes": len(rows),
+            "failed": sum(row.stop_reason in FAILED for row in rows),
+            "reward": sum(rewards) / max(len(rewards), 1),
+            "success": sum(bool(row.success) for row in rows) / max(len(rows), 1),
+            "tokens": sum(row.length for row in rows),
+            "stop_reasons": dict(Counter(str(row.stop_reason) for row in rows)),
+        }
+
+
+def update_row(step: int, receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of one update, for the table and the report."""
+    last = receipt["steps"][-1] if receipt["steps"] else {"gradient_norm": None, "metrics": {}}
+    phases = receipt["phases"]
+    return {
+        "update": step,
+        "reward": round(receipt["collected"]["reward"], 4),
+        "success": round(receipt["collected"]["success"], 4),
+        "tokens": receipt["collected"]["tokens"],
+        "trained": receipt["tokens"].get("loss", 0),
+        "norm": last["gradient_norm"],
+        "kl": last["metrics"].get("kl_old"),
+        "clipped": last["metrics"].get("clip_fraction"),
+        "skipped": len(receipt["skipped"]),
+        "train s": round(sum(phase["seconds"] for phase in phases.values()), 2),
+        "MiB": round(max((phase["peak_mib"] for phase in phases.values()), default=0.0)),
+    }
+
+
+def _require_same(stored: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> None:
+    before, after = _flat(stored), _flat(asked)
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key) and not key.startswith(MAY_CHANGE):
+            raise ConfigError(
+                f"the store has a run {name!r} with {key} = {before.get(key)!r}, and {after.get(key)!r} is asked for; "
+                "give the run another name, or go on with its own settings (run.toml in its folder)"
+            )
+
+
+def _flat(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return flat
