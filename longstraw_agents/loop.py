@@ -31,7 +31,7 @@ from longstraw_agents.policies.local import LocalPolicy
 from longstraw_agents.rendering import ChatML
 from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
-from longstraw_agents.terminal import Terminal
+from longstraw_agents.terminal import Terminal, sparkline
 from longstraw_agents.trainer.models import ModelConfig, load_model
 from longstraw_agents.trainer.update import Credit, Trainer, TrainerConfig
 from longstraw_agents.types import FAILED, Task
@@ -76,7 +76,7 @@ class TaskSettings:
     def __post_init__(self) -> None:
         if self.groups < 1 or self.samples < 2:
             raise ConfigError(
-                f"groups is {self.groups} and samples {self.samples}; give at least 1 group, of at least 2 trajectories to compare"
+                f"groups is {self.groups} and samples {self.samples}; give at least 1 group of at least 2 trajectories"
             )
 
 
@@ -130,6 +130,11 @@ class Loop:
         """Where the step folders lie."""
         return self.folder / "steps"
 
+    @property
+    def step_folder(self) -> Path:
+        """Where the files of the last committed step lie: adapter, optimizer's state, receipt.json."""
+        return step_folder(self.steps, self.done)
+
     def tasks(self, update: int) -> list[Task]:
         """The tasks of an update: a function of the run's seed and the update's number alone."""
         first, settings = (update - 1) * self.config.tasks.groups, self.config.tasks
@@ -167,7 +172,7 @@ class Loop:
             groups = [self.store.load_group(row.group_id) for row in rows]
         with self.phases("train"):
             receipt = self.trainer.update(groups).to_dict()
-        receipt["collected"] = self._collected([row.group_id for row in rows])
+        receipt["collected"] = self.collected([row.group_id for row in rows])
         with self.phases("commit"):
             files = write_step(self.steps, update, lambda folder: self._save(folder, receipt))
             self.store.commit_step(
@@ -211,6 +216,19 @@ class Loop:
                 raise StoreError(f"there is no evaluation {name!r} in mode {mode!r}; there are {', '.join(groups) or 'none'}")
         return gain_points(outcomes(self.store, groups[first]), outcomes(self.store, groups[last]))
 
+    def collected(self, group_ids: Sequence[str]) -> dict[str, Any]:
+        """What some groups hold: for the curves, the table and the receipt."""
+        rows = [row for group_id in group_ids for row in self.store.trajectories(group_id)]
+        rewards = [row.reward for row in rows if row.reward is not None]
+        return {
+            "episodes": len(rows),
+            "failed": sum(row.stop_reason in FAILED for row in rows),
+            "reward": sum(rewards) / max(len(rewards), 1),
+            "success": sum(bool(row.success) for row in rows) / max(len(rows), 1),
+            "tokens": sum(row.length for row in rows),
+            "stop_reasons": dict(Counter(str(row.stop_reason) for row in rows)),
+        }
+
     def report(self) -> dict[str, Any]:
         """What the run has shown so far, for people and machines."""
         rows = self.store.evaluations(self.run_id)
@@ -219,7 +237,7 @@ class Loop:
             "run": self.config.run.name,
             "run_id": self.run_id,
             "store": self.config.run.store or str(self.folder / "store.sqlite"),
-            "adapter": str(step_folder(self.steps, self.done)),
+            "adapter": str(self.step_folder),
             "updates": [
                 update_row(step.step, step.receipt) | {"phases": step.receipt["phases"]} for step in self.store.steps(self.run_id)
             ],
@@ -227,6 +245,27 @@ class Loop:
             "phases": self.phases.as_dict(),
             "sampler": asdict(self.policy.counters),
         }
+
+    def summary(self) -> str:
+        """The report for people: reward curve, tokens, time and memory by phase, and where everything lies."""
+        report = self.report()
+        rewards = [row["reward"] for row in report["updates"]]
+        counters = report["sampler"]
+        lines = []
+        if rewards:
+            lines.append(f"reward     {sparkline(rewards)}  {rewards[0]:.3f} to {rewards[-1]:.3f}")
+        tokens = sum(row["tokens"] for row in report["updates"])
+        lines.append(f"tokens     {tokens:,} collected for training")
+        lines.append(
+            f"sampler    {counters['input']:,} tokens run as input, {counters['shared']:,} taken over from another episode, "
+            f"{counters['sampled']:,} sampled"
+        )
+        lines.append("phase           seconds   peak MiB")
+        lines += [f"{name:<12} {phase['seconds']:>10.1f} {phase['peak_mib']:>10,.0f}" for name, phase in report["phases"].items()]
+        lines.append(f"store      {report['store']}")
+        lines.append(f"adapter    {report['adapter']}  (loads in plain PEFT)")
+        lines.append(f"receipts   {self.steps}/*/receipt.json, and in the store")
+        return "\n".join(lines)
 
     # Inside
 
@@ -273,19 +312,6 @@ class Loop:
         finally:
             line.close()
         return [group_id for group_id in result.group_ids if group_id is not None]
-
-    def _collected(self, group_ids: Sequence[str]) -> dict[str, Any]:
-        """What an update's groups hold: for the curves, the table and the receipt."""
-        rows = [row for group_id in group_ids for row in self.store.trajectories(group_id)]
-        rewards = [row.reward for row in rows if row.reward is not None]
-        return {
-            "episodes": len(rows),
-            "failed": sum(row.stop_reason in FAILED for row in rows),
-            "reward": sum(rewards) / max(len(rewards), 1),
-            "success": sum(bool(row.success) for row in rows) / max(len(rows), 1),
-            "tokens": sum(row.length for row in rows),
-            "stop_reasons": dict(Counter(str(row.stop_reason) for row in rows)),
-        }
 
 
 def update_row(step: int, receipt: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,79 @@
-"""One file per command of `longstraw`; see `longstraw_agents.cli`."""
+"""One file per command of `longstraw`; see `longstraw_agents.cli`. Here: what the commands on a run's configuration share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from longstraw_agents.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longstraw_agents.loop import Loop
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_options(command: F) -> F:
+    """The argument CONFIG.toml and the option `--set KEY=VALUE`, passed as `configuration` and `settings`."""
+    settings = click.option(
+        "--set", "settings", multiple=True, metavar="KEY=VALUE",
+        help="Override a key of the configuration, as in --set trainer.optimizer.learning_rate=1e-4. May be repeated.",
+    )  # fmt: skip
+    argument = click.argument("configuration", metavar="CONFIG.toml", type=click.Path(dir_okay=False, path_type=Path))
+    return argument(settings(command))
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs with values as in TOML; a value that is no TOML is taken as a string."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set takes KEY=VALUE, not {setting!r}")
+        try:
+            values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = text.strip()
+    return values
+
+
+@contextlib.contextmanager
+def open_loop(configuration: Path, settings: Sequence[str]) -> Iterator[Loop]:
+    """The loop of a configuration file, closed at the end. Ctrl-C says how to go on."""
+    from longstraw_agents import config
+    from longstraw_agents.loop import Loop, RunConfig
+    from longstraw_agents.terminal import Terminal
+
+    loaded = config.load(configuration, RunConfig, parse_settings(settings))
+    quiet_libraries()
+    sys.path.insert(0, os.getcwd())  # so that "module:id" finds an environment beside the configuration
+    with resumable(f"longstraw run {configuration}"), Loop(loaded, Terminal()) as loop:
+        yield loop
+
+
+@contextlib.contextmanager
+def resumable(command: str) -> Iterator[None]:
+    """Turn Ctrl-C into a line that says how to go on, and exit status 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nstopped; all that was committed is kept. Go on with: {command}", err=True)
+        raise SystemExit(130) from None
+
+
+def quiet_libraries() -> None:
+    """Keep the model libraries' progress bars and notices out of the output."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
