@@ -1,0 +1,243 @@
+"""The run as a whole, on a tiny model and an environment that it can learn: what is stored, resumed, refused, the same bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chat
+import gymnasium
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from longstraw_agents import config as toml
+from longstraw_agents import loop as loop_module
+from longstraw_agents.collection import CollectConfig
+from longstraw_agents.errors import ConfigError, CorruptionError, StoreError
+from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks
+from longstraw_agents.loop import Loop, RunConfig, RunSettings, TaskSettings
+from longstraw_agents.rendering import ChatML
+from longstraw_agents.trainer.models import LoraSettings, ModelConfig
+from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.update import TrainerConfig
+from longstraw_agents.types import Message, StopReason
+
+
+class Letters(gymnasium.Env[str, str]):
+    """Says a letter; the reward is the share of letters e to t in the action."""
+
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(100)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        letter = "abcdefgh"[int(self.np_random.integers(8))]
+        return letter, {"messages": [Message("user", letter)]}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        reward = sum("e" <= character <= "t" for character in action) / max(len(action), 1)
+        return "", reward, True, False, {"messages": [], "stop_reason": StopReason.ANSWERED, "success": reward > 0.3}
+
+
+gymnasium.register("tests/Letters-v0", Letters)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model that has learned to answer with one to five letters and the end token, so that rewards differ."""
+    tokenizer = chat.small_tokenizer()
+    settings = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(settings)
+    renderer, rng = ChatML(tokenizer), np.random.default_rng(0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    prompts = [renderer.first([Message("user", letter)]).ids.tolist() for letter in "abcdefgh"]
+    for _ in range(60):
+        words = ["".join(rng.choice(list(string.ascii_lowercase), rng.integers(1, 6))) for _ in range(16)]
+        rows = [prompts[i % 8] + tokenizer(word)["input_ids"] + list(renderer.stop_ids) for i, word in enumerate(words)]
+        ids = torch.tensor([row + [-100] * (max(map(len, rows)) - len(row)) for row in rows])
+        model(input_ids=ids.clamp(min=0), labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def config(model_folder: str, tmp_path: Path) -> RunConfig:
+    return RunConfig(
+        run=RunSettings(folder=tmp_path / "run", updates=2),
+        tasks=TaskSettings(env="tests/Letters-v0", groups=2, samples=4),
+        model=ModelConfig(name=model_folder, adapter=LoraSettings(rank=4)),
+        collect=CollectConfig(max_action_tokens=8, max_trajectory_tokens=64),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2)),
+        evaluate=EvaluateSettings(tasks=3, samples=2),
+    )
+
+
+def adapter_of(folder: Path, step: int) -> bytes:
+    return (folder / "steps" / f"{step:06d}" / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_stores_trains_and_evaluates(config: RunConfig) -> None:
+    with Loop(config) as loop:
+        report = loop.run()
+        assert [row["update"] for row in report["updates"]] == [1, 2]
+        assert set(report["evaluations"]) == {"before", "after"}
+        assert set(report["evaluations"]["after"]) == {"sampled", "greedy"}
+        assert {"load", "collect", "train", "commit", "evaluate"} <= set(report["phases"])
+        for group in loop.store.groups(loop.run_id, purpose="train"):
+            assert group.complete and group.task.split == "train" and group.step in (1, 2)
+        for group in loop.store.groups(loop.run_id, purpose="eval"):
+            assert group.complete and group.task.split == "heldout" and group.step is None
+        gain, (low, high) = loop.gain("before", "after")
+        assert low <= gain <= high
+        assert "reward" in loop.summary() and str(loop.step_folder) in loop.summary()
+        assert json.loads((loop.step_folder / "receipt.json").read_text())["last_version"] == loop.trainer.version
+    json.dumps(report)
+
+
+def test_the_saved_adapter_gives_the_same_logits_in_plain_peft(config: RunConfig, model_folder: str) -> None:
+    with Loop(config) as loop:
+        loop.run()
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+        plain = peft.PeftModel.from_pretrained(base, loop.step_folder)
+        ids = torch.arange(20)[None]
+        with torch.no_grad():
+            assert torch.equal(plain(ids).logits, loop.model(ids).logits)
+            with plain.disable_adapter():
+                assert not torch.equal(plain(ids).logits, loop.model(ids).logits)
+
+
+def test_training_in_another_process_gives_the_same_bits(config: RunConfig, tmp_path: Path) -> None:
+    """Everything that training uses comes from the store: a loop that only loaded gives what the loop that collected gives."""
+    with Loop(config) as first:
+        first.collect()
+        first.train()
+        first.collect()
+        shutil.copytree(config.run.folder, tmp_path / "copy")
+        first.train()
+    other = replace(config, run=replace(config.run, folder=tmp_path / "copy"))
+    with Loop(other) as second:
+        assert second.done == 1
+        second.train()
+    assert adapter_of(config.run.folder, 2) == adapter_of(tmp_path / "copy", 2)
+    assert adapter_of(config.run.folder, 2) != adapter_of(config.run.folder, 1)
+
+
+def test_a_run_interrupted_while_collecting_goes_on(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Iterator[int] = iter(range(100))
+
+    def interrupt(self: Any, done: float, note: str = "") -> None:
+        if next(seen) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, Loop(config) as loop:
+        loop.evaluate("before")
+        patch.setattr("longstraw_agents.terminal.Progress.update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run()
+        finished = {
+            row.trajectory_id: row.length
+            for group in loop.store.groups(loop.run_id, purpose="train")
+            for row in loop.store.trajectories(group.group_id)
+            if row.stop_reason is not None
+        }
+    with Loop(config) as again:
+        again.run()
+        groups = again.store.groups(again.run_id, purpose="train")
+        assert len(groups) == 4 and all(group.complete for group in groups)
+        rows = {row.trajectory_id: row for group in groups for row in again.store.trajectories(group.group_id)}
+        assert len(rows) == 16
+        for trajectory_id, length in finished.items():
+            assert rows[trajectory_id].length == length
+        assert [step.step for step in again.store.steps(again.run_id)] == [1, 2]
+
+
+def test_a_crash_between_writing_and_committing_repeats_the_step(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*arguments: Any, **named: Any) -> None:
+        raise Killed
+
+    with Loop(config) as loop, monkeypatch.context() as patch:
+        loop.collect()
+        patch.setattr(loop.store, "commit_step", die)
+        with pytest.raises(Killed):
+            loop.train()
+    written = adapter_of(config.run.folder, 1)
+    with Loop(config) as again:
+        assert again.done == 0 and again.trainer.version == 0
+        again.train()
+        assert again.done == 1 and again.trainer.version == 1
+    assert adapter_of(config.run.folder, 1) == written
+
+
+def test_another_configuration_is_refused_and_more_updates_are_not(config: RunConfig) -> None:
+    with Loop(config) as loop:
+        loop.collect()
+        loop.train()
+    optimizer = OptimizerConfig(learning_rate=2e-2)
+    with pytest.raises(ConfigError, match=r"trainer.optimizer.learning_rate = 0.01, and 0.02"):
+        Loop(replace(config, trainer=replace(config.trainer, optimizer=optimizer)))
+    with Loop(replace(config, run=replace(config.run, updates=1))) as loop:
+        assert len(loop.run()["updates"]) == 1
+
+
+def test_training_without_groups_says_what_to_do(config: RunConfig) -> None:
+    with Loop(config) as loop, pytest.raises(StoreError, match="collect first"):
+        loop.train()
+
+
+def test_a_damaged_adapter_is_not_trained_on(config: RunConfig) -> None:
+    with Loop(config) as loop:
+        loop.collect()
+        loop.train()
+        path = loop.step_folder / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(CorruptionError, match="adapter_model"):
+        Loop(config)
+
+
+def test_evaluation_tasks_are_the_same_for_every_run_and_apart_from_training() -> None:
+    settings = EvaluateSettings(tasks=50)
+    tasks = heldout_tasks(settings, "tests/Letters-v0", {"a": 1})
+    assert tasks == heldout_tasks(settings, "tests/Letters-v0", {"a": 1})
+    assert len({task.seed for task in tasks}) == 50 and {task.split for task in tasks} == {"heldout"}
+    assert {loop_module.task_seed(seed, index) for seed in (0, 1) for index in range(1000)}.__len__() == 2000
+
+
+def test_an_update_whose_groups_are_all_skipped_is_recorded_and_the_run_goes_on(config: RunConfig) -> None:
+    def nothing(groups: Any) -> Any:
+        from longstraw_agents.trainer.advantages import AdvantageConfig, prepare
+
+        flat = [replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories)) for group in groups]
+        return prepare(flat, AdvantageConfig())
+
+    with Loop(config, credit=nothing) as loop:
+        report = loop.run()
+        assert [row["skipped"] for row in report["updates"]] == [2, 2]
+        assert loop.trainer.version == 0
+    assert np.array_equal(*(np.frombuffer(adapter_of(config.run.folder, step), np.uint8) for step in (1, 2)))
+
+
+def test_the_stored_configuration_is_the_one_in_the_folder(config: RunConfig) -> None:
+    with Loop(config) as loop:
+        assert toml.load(config.run.folder / "run.toml", RunConfig) == config
+        assert loop.store.runs()[0].config == toml.plain(config)
