@@ -2,7 +2,8 @@
 
 Idea: a dataclass is the schema. A section of the file is a field that is a dataclass itself; a key is a field. Unknown keys are
 refused with the nearest known one, types are checked without conversions that lose anything (an integer is a float, nothing else
-changes), and ranges are the dataclass's own business in `__post_init__`. TOML has no null: leave a key out to keep its default.
+changes), and ranges are the dataclass's own business in `__post_init__`. TOML has no null: leave a key out to keep its default,
+and write "none" where a setting may be None and that is not its default.
 
     load(Path("run.toml"), RunConfig)
 """
@@ -65,7 +66,7 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def dump(settings: Any) -> str:
-    """A dataclass as TOML that `load` reads back to an equal one; fields that are None are left out."""
+    """A dataclass as TOML that `load` reads back to an equal one."""
     lines: list[str] = []
     _dump_table(plain(settings), "", lines)
     return "\n".join(lines).strip() + "\n"
@@ -74,8 +75,12 @@ def dump(settings: Any) -> str:
 def plain(value: Any) -> Any:
     """A value as TOML and JSON know it: dataclasses become mappings, tuples lists, enumerations and paths strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
-        return {name: plain(item) for name, item in items if item is not None}
+        items = ((field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+        return {
+            field.name: "none" if item is None else plain(item)
+            for field, item in items
+            if item is not None or field.default is not None
+        }
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -141,7 +146,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     """The first member that fits. With a single member besides None its own message is the better one."""
-    if value is None and type(None) in arguments:
+    if value in (None, "none") and type(None) in arguments:
         return None
     members = [member for member in arguments if member is not type(None)]
     if len(members) == 1:

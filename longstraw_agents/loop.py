@@ -91,6 +91,14 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
 
+    def __post_init__(self) -> None:
+        sampled, trained = self.collect.sampling.temperature, self.trainer.replay.temperature
+        if sampled != trained:
+            raise ConfigError(
+                f"collect.sampling.temperature is {sampled} and trainer.replay.temperature {trained}; "
+                "the distribution that is trained must be the one that was sampled: set both to the same value"
+            )
+
 
 class Loop:
     """One run in one process. Make it from a configuration: it begins the run, or goes on where the store says it stopped.

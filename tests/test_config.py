@@ -40,6 +40,8 @@ class Settings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     seeds: tuple[int, ...] = ()
     folder: Path | None = None
+    clip: float | None = 1.0
+    adapter: Optimizer | None = Optimizer()
     limit: float | str = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     verbose: bool = False
@@ -90,6 +92,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: list[str]) -> 
         assert word in str(error.value)
 
 
+def test_none_is_written_as_a_word(tmp_path: Path) -> None:
+    settings = load(tmp_path, 'name = "none"\nclip = "none"\nadapter = "none"\nfolder = "none"')
+    assert (settings.name, settings.clip, settings.adapter, settings.folder) == ("none", None, None, None)
+
+
 def test_overrides_win_and_are_checked_alike(tmp_path: Path) -> None:
     assert load(tmp_path, 'name = "x"\n[optimizer]\nsteps = 2', **{"optimizer.steps": 5}).optimizer.steps == 5
     with pytest.raises(ConfigError, match="optimizer.stepz"):
@@ -115,6 +122,8 @@ VALUES = st.recursive(
     mode=st.sampled_from(Mode),
     seeds=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
     folder=st.sampled_from([None, Path("a b/c")]),
+    clip=st.sampled_from([None, 1.0, 2.0]),
+    adapter=st.sampled_from([None, Optimizer(), Optimizer(2.0)]),
     options=st.dictionaries(TEXT, VALUES, max_size=3),
 )
 def test_what_is_dumped_loads_to_an_equal_one(tmp_path_factory: Any, **fields: Any) -> None:

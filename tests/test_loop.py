@@ -1,4 +1,4 @@
-"""The run as a whole, on a tiny model and an environment that it can learn: what is stored, resumed, refused, the same bit for bit."""
+"""The run as a whole, on a tiny model and an environment that it can learn: stored, resumed, refused, the same bit for bit."""
 
 from __future__ import annotations
 
