@@ -43,4 +43,7 @@ def make_state(model: nn.Module, capacity: int) -> StateCache:
     unknown = sorted(set(types) - set(LAYER_STATES))
     if unknown:
         raise ModelError(f"{config.model_type} has layers of type {', '.join(unknown)}, whose state is not known")
-    return StateCache([LAYER_STATES[kind](capacity) for kind in types])
+    cache = StateCache([LAYER_STATES[kind](capacity) for kind in types])
+    for state, layer in zip(cache.layers, model.get_decoder().layers, strict=True):  # type: ignore[operator,union-attr]
+        state.device = next(layer.parameters()).device
+    return cache

@@ -31,6 +31,7 @@ from longstraw_agents.trainer.architectures import make_state, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
 from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
 from longstraw_agents.trainer.head import find_head
+from longstraw_agents.trainer.recapture import FreshStates, Recapture, Span
 from longstraw_agents.trainer.stamps import WeightStamps, require_fresh
 from longstraw_agents.trainer.state import Run, StateCache, wide
 
@@ -134,9 +135,9 @@ class Engine:
             ACTIVE.reset(token)
         return result.last_hidden_state  # type: ignore[no-any-return]
 
-    def open(self, tree: PrefixTree) -> TreeReplay:
-        """Begin work on a tree under the current weights."""
-        return TreeReplay(self, tree)
+    def open(self, tree: PrefixTree, recapture: Recapture | None = None) -> TreeReplay:
+        """Begin work on a tree under the current weights; with `recapture`, states kept from earlier work are taken over."""
+        return TreeReplay(self, tree, recapture)
 
 
 @dataclass
@@ -165,6 +166,7 @@ class TreeReplay:
 
     engine: Engine
     tree: PrefixTree
+    recapture: Recapture | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -172,7 +174,10 @@ class TreeReplay:
         capacity = max((node.stop - 1 for node in self.tree.nodes), default=0)
         self.state = make_state(self.engine.base, capacity)
         self.state.frontier = self.engine.frontier
-        self._stamps = self.engine.stamps.layers()
+        stamps = self.engine.stamps.stamps()
+        self._stamps = stamps.states
+        self._kept = None if self.recapture is None else self.recapture.under(stamps)
+        self._spans: dict[int, list[Span]] = {}  # of captured nodes, where states are kept
         self._resident: list[int] = []  # the path whose nodes' states lie in the cache now
         self._scored = False
         vocabulary = self.engine.base.config.get_text_config().vocab_size
@@ -248,11 +253,27 @@ class TreeReplay:
             return
         self._leave_to(node.parent)
         with torch.no_grad():
-            for first, last in self._chunks(node):
-                run = Run(node.start - 1 + first, last - first, 1, writes=True, gradient=False)
-                self._forward([node], first, last, run, out)
-                self._count("capture", node, last - first)
+            if self._kept is None:
+                for first, last in self._chunks(node):
+                    run = Run(node.start - 1 + first, last - first, 1, writes=True, gradient=False)
+                    self._forward([node], first, last, run, out)
+                    self._count("capture", node, last - first)
+            else:
+                self._capture_kept(node, self._kept, out)
         self._resident.append(index)
+
+    def _capture_kept(self, node: Node, kept: FreshStates, out: Scores | None) -> None:
+        """`_capture` where states outlive a tree: only what is not fresh runs, and what has loss tokens still to be scored."""
+        before = "" if node.parent is None else self._spans[node.parent][-1].chain
+        spans = self._spans[node.index] = []
+        for span in kept.walk(before, node.tokens[:-1], node.start - 1, self.engine.config.chunk):
+            first, last = span.start - node.start + 1, span.stop - node.start + 1
+            picks = self._picks([node], first, last) if out is not None else None
+            hidden = kept.capture(span, node.tokens[first:last], self.state, run_anyway=picks is not None)
+            if hidden is not None:
+                self._score(hidden, picks, out)
+                self._count("capture", node, last - first)
+            spans.append(span)
 
     def _score_leaves(self, group: Sequence[Node], out: Scores) -> None:
         """Score leaves that run together (or one long leaf, chunk by chunk) without autograd."""
@@ -292,11 +313,13 @@ class TreeReplay:
     def _forward(self, group: Sequence[Node], first: int, last: int, run: Run, out: Scores | None) -> None:
         """One run without autograd; with `out`, its loss tokens are scored."""
         hidden = self._decode(group, first, last, run)
-        picks = self._picks(group, first, last) if out is not None else None
+        self._score(hidden, self._picks(group, first, last) if out is not None else None, out)
+        self.state.collect()
+
+    def _score(self, hidden: Tensor, picks: _Picks | None, out: Scores | None) -> None:
         if picks is not None and out is not None:
             logp, entropy = self.engine.head.score(hidden[picks.rows, picks.offsets], picks.targets, out.entropy is not None)
             self._store(out, picks, logp, entropy)
-        self.state.collect()
 
     def _backward(
         self, group: Sequence[Node], first: int, last: int, run: Run, c: Tensor, e: Tensor | None, out: Scores
@@ -323,7 +346,10 @@ class TreeReplay:
         for row, node in enumerate(group):
             part = node.tokens[:-1][first:last]
             inputs[row, : len(part)] = part
-        return self.engine.decode(inputs, run, self.state)
+        entry = None
+        if self._kept is not None and (spans := self._spans.get(group[0].index)):
+            entry = self._kept.entry(next(span for span in spans if span.start == run.start))
+        return self.engine.decode(inputs, run, self.state, entry)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------------
 
@@ -362,6 +388,8 @@ class TreeReplay:
             yield group
 
     def _chunks(self, node: Node) -> list[tuple[int, int]]:
+        if node.index in self._spans:
+            return [(span.start - node.start + 1, span.stop - node.start + 1) for span in self._spans[node.index]]
         length, size = len(node.tokens) - 1, self.engine.config.chunk
         return [(first, min(length, first + size)) for first in range(0, length, size)]
 

@@ -22,7 +22,7 @@ Shapes: B rows, K key heads, T tokens of the run, D/E head sizes, P positions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class LayerState(ABC):
     """One layer's state along the current path. One instance per layer of the model."""
 
     run: Run
+    device: torch.device | None = None  # where the layer lies; set by `architectures.make_state`
 
     def begin(self, run: Run) -> None:
         """Prepare for a run's forward."""
@@ -80,6 +81,14 @@ class LayerState(ABC):
         """Forget what lies at `position` and after it."""
 
     @abstractmethod
+    def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        """All that later runs read of the run [start, stop), by name: what `adopt` takes to stand for having captured it."""
+
+    @abstractmethod
+    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take copies of what `export` gave, on whatever device, as if [start, stop) had just been captured."""
+
+    @abstractmethod
     def nbytes(self) -> dict[str, int]:
         """Bytes held: {"state": ..., "cotangent": ...}."""
 
@@ -92,8 +101,8 @@ class Stack:
         self.values_PKD: Tensor | None = None
         self.cotangent_PKD: Tensor | None = None
 
-    def write(self, start: int, new_1KTD: Tensor) -> None:
-        """Copy a run's [1, K, T, D] to the positions from `start` on."""
+    def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
+        """Copy a run's [1, K, T, D] to the positions from `start` on. `device`: where the stack is to lie, if it is new."""
         _, K, T, D = new_1KTD.shape
         if start + T > self.capacity:
             raise StaleStateError(
@@ -101,7 +110,7 @@ class Stack:
                 "make the state for the longest path"
             )
         if self.values_PKD is None:
-            self.values_PKD = torch.empty(self.capacity, K, D, dtype=new_1KTD.dtype, device=new_1KTD.device)
+            self.values_PKD = torch.empty(self.capacity, K, D, dtype=new_1KTD.dtype, device=device or new_1KTD.device)
         self.values_PKD[start : start + T].copy_(new_1KTD[0].transpose(0, 1))
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -159,6 +168,13 @@ class AttentionState(LayerState):
 
     def collect(self) -> None:
         self._own = None
+
+    def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        return {"keys": self.keys.read(start, stop), "values": self.values.read(start, stop)}
+
+    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        for name, stack in (("keys", self.keys), ("values", self.values)):
+            stack.write(start, tensors[name], self.device)
 
     def truncate(self, position: int) -> None:
         """Nothing to do: the next branch overwrites the values, and the cotangent was cleared when it was taken."""
@@ -260,6 +276,12 @@ class RecurrentState(LayerState):
                 grad = leaf.grad.to(wide(leaf.dtype))
                 held[kind] = held[kind] + grad if kind in held else grad
         self._read, self._own = {}, {}
+
+    def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        return dict(self._borders[stop])
+
+    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        self._borders[stop] = {kind: tensor.to(self.device, copy=True) for kind, tensor in tensors.items()}
 
     def truncate(self, position: int) -> None:
         for table in (self._borders, self._cotangents):

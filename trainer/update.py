@@ -26,8 +26,10 @@ from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
+from longstraw_agents.trainer.recapture import Recapture
 from longstraw_agents.trainer.receipt import Receipt, Step, versions
 from longstraw_agents.trainer.replay import Engine, ReplayConfig, Scores, TreeReplay
+from longstraw_agents.trainer.shelf import ShelfConfig
 from longstraw_agents.types import Group
 
 #: Prepares groups: filters them and gives each loss token its advantage. `advantages.prepare` is the default.
@@ -36,7 +38,10 @@ Credit = Callable[[Sequence[Group]], Prepared]
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Settings of an update. steps: optimizer steps on the same groups. keep_bytes: states kept between score and replay."""
+    """Settings of an update. steps: optimizer steps on the same groups. keep_bytes: states kept between score and replay.
+
+    recapture: where states are kept between steps and updates, and how many bytes of them; None keeps none.
+    """
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -45,6 +50,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 1
     keep_bytes: int = 2**30
+    recapture: ShelfConfig | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -67,6 +73,7 @@ class Trainer:
         self.engine = Engine(model, config.replay)
         self.loss: LossConfig | Loss = loss or config.loss
         self.credit = credit or (lambda groups: prepare(groups, config.advantage))
+        self.recapture = None if config.recapture is None else Recapture.of(self.engine, config.recapture)
         self.version = 0
         self.stepper = Stepper(model, config.optimizer)
         self._reference = None if reference is None else Engine(reference, config.replay)
@@ -98,6 +105,8 @@ class Trainer:
         for _ in range(self.config.steps):
             old = self._step(prepared, trees, old, reference, receipt, phases)
         receipt.last_version = self.version
+        if self.recapture is not None:
+            receipt.recapture = self.recapture.report()
         receipt.phases = phases.as_dict()
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"}
         return receipt
@@ -136,7 +145,7 @@ class Trainer:
     ) -> Scores:
         parts, held = [], 0
         for index, tree in enumerate(trees):
-            replay = self.engine.open(tree)
+            replay = self.engine.open(tree, self.recapture)
             before = replay.counts.copy()
             parts.append(replay.score(entropy=entropy))
             receipt.inputs.update(replay.counts - before)
@@ -151,7 +160,7 @@ class Trainer:
     ) -> Scores:
         parts, first = [], 0
         for index, tree in enumerate(trees):
-            replay = replays[index] or self.engine.open(tree)
+            replay = replays[index] or self.engine.open(tree, self.recapture)
             replays[index] = None  # its state goes as soon as it is done
             last = first + len(tree.entry_node)
             parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))

@@ -1,0 +1,165 @@
+"""Kept states: what a step leaves fresh is taken over bit for bit, and nothing stale is read in any public way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longstraw_agents.segmenter import segment
+from longstraw_agents.trainer import comparison
+from longstraw_agents.trainer.lifting import lifted
+from longstraw_agents.trainer.recapture import Recapture
+from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.shelf import ShelfConfig
+from longstraw_agents.trainer.state import StateCache
+from longstraw_agents.types import Trajectory
+from tests import models as zoo
+from tests.test_frontier import KNOWN, freeze_below
+from tests.test_replay import trajectory
+
+CONFIG = ReplayConfig(chunk=48, pack=200)
+ROOT = 139
+
+
+def group(seed: int = 0, root: int = ROOT, members: int = 3, loss_in_root: bool = False) -> list[Trajectory]:
+    """Members that share `root` tokens; the same seed gives the same tokens, a longer root begins with the shorter one."""
+    tokens = np.random.default_rng(seed).integers(3, zoo.VOCABULARY, 600).tolist()
+    tails = [np.random.default_rng([seed, i]).integers(3, zoo.VOCABULARY, 8 + 5 * i).tolist() for i in range(members)]
+    found = []
+    for i, tail in enumerate(tails):
+        path = tokens[:root] + [i + 3] + tail
+        mask = np.arange(len(path)) >= root
+        mask[5 : root : 7] = loss_in_root
+        found.append(trajectory(str(i), path, mask))
+    return found
+
+
+def step(model: torch.nn.Module, size: float = 1e-2) -> None:
+    """What an optimizer step does to the weights: each trained one moves."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def run(engine: Engine, members: list[Trajectory], recapture: Recapture | None) -> tuple[dict[str, torch.Tensor], StateCache]:
+    """Score, replay and reverse; the gradient with the log-probabilities among it, and the state left behind."""
+    tree = segment(members)
+    replay = engine.open(tree, recapture)
+    engine.model.zero_grad()
+    scores = replay.score()
+    c = torch.linspace(-1, 1, len(tree.entry_node), dtype=torch.float64)
+    seen = replay.backward(c)
+    found = comparison.gradients(engine.model)
+    engine.model.zero_grad()
+    return found | {"score": scores.logp, "seen": seen.logp}, replay.state
+
+
+def require_equal(ours: tuple[dict[str, torch.Tensor], StateCache], full: tuple[dict[str, torch.Tensor], StateCache]) -> None:
+    for name, value in full[0].items():
+        assert torch.equal(ours[0][name], value), name
+    for mine, theirs in zip(ours[1].layers, full[1].layers, strict=True):
+        for start, stop in ((0, 48), (48, 96), (96, ROOT - 1)):
+            for name, tensor in theirs.export(start, stop).items():
+                assert torch.equal(mine.export(start, stop)[name], tensor), name
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_frontier_equals_full_bit_for_bit_in_state_and_next_gradient(name: str) -> None:
+    model = zoo.build(name, dtype=torch.float64)
+    layers = len(model.get_decoder().layers)
+    for layer in (1, layers // 2, layers):
+        freeze_below(model, layer)
+        engine = Engine(model, CONFIG)
+        recapture = Recapture.of(engine, ShelfConfig())
+        with lifted():
+            for expected in ({"missed": ROOT - 1}, {"refreshed" if layer < layers else "hit": ROOT - 1}):
+                require_equal(run(engine, group(), recapture), run(engine, group(), None))
+                counted = recapture.report()
+                assert {k: counted[k] for k in ("missed", "refreshed", "hit") if k in counted} == expected
+                step(model)
+        if "refreshed" in expected:
+            assert counted["from_frontier"] == ROOT - 1 and "whole" not in counted
+
+
+def test_steps_that_change_nothing_refresh_nothing() -> None:
+    model = zoo.build("qwen3_5")
+    engine = Engine(model, CONFIG)
+    recapture = Recapture.of(engine, ShelfConfig())
+    first = run(engine, group(), recapture)
+    recapture.report()
+    step(model, size=0.0)
+    require_equal(run(engine, group(), recapture), first)
+    report = recapture.report()
+    assert report["hit"] == ROOT - 1 and not {"missed", "refreshed", "extended", "whole", "from_frontier"} & set(report)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "mistral"])
+def test_an_extension_runs_only_the_new_tokens(name: str) -> None:
+    model = zoo.build(name, dtype=torch.float64)
+    engine = Engine(model, CONFIG)
+    recapture = Recapture.of(engine, ShelfConfig())
+    with lifted():
+        run(engine, group(), recapture)
+        recapture.report()
+        ours, _ = run(engine, group(root=200), recapture)
+        full, _ = run(engine, group(root=200), None)
+    report = recapture.report()
+    assert (report["hit"], report["extended"]) == (ROOT - 1, 61) and "missed" not in report
+    for key, value in full.items():  # the borders differ, so only nearly: the last kept span ends where the shorter prefix did
+        assert torch.allclose(ours[key], value, rtol=1e-9, atol=1e-12), key
+
+
+def test_loss_tokens_of_a_kept_span_are_scored_all_the_same() -> None:
+    model = zoo.build("llama", dtype=torch.float64)
+    freeze_below(model, 2)
+    engine = Engine(model, CONFIG)
+    recapture = Recapture.of(engine, ShelfConfig())
+    for _ in range(2):
+        require_equal(run(engine, group(loss_in_root=True), recapture), run(engine, group(loss_in_root=True), None))
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("update"), st.integers(0, 1), st.sampled_from([40, 97, ROOT, 180])),
+        st.tuples(st.just("step")),
+        st.tuples(st.just("restore")),
+        st.tuples(st.just("restart")),
+        st.tuples(st.just("frontier"), st.integers(0, 4)),
+    ),
+    min_size=2, max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None)
+@given(OPERATIONS, st.sampled_from([0, 40_000, 2**30]), st.booleans())
+def test_any_history_of_updates_equals_one_without_kept_states(operations: list[tuple], limit: int, disk: bool) -> None:
+    import tempfile
+
+    model = zoo.build("llama", dtype=torch.float64)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = Engine(model, CONFIG)
+    with tempfile.TemporaryDirectory() as folder, lifted():
+        config = ShelfConfig(host_bytes=limit, disk_bytes=10**6 if disk else 0, directory=folder if disk else None)
+        recapture = Recapture.of(engine, config)
+        for operation, *values in operations:
+            if operation == "update":
+                members = group(seed=values[0], root=values[1])
+                ours, full = run(engine, members, recapture)[0], run(engine, members, None)[0]
+                for name, value in full.items():
+                    assert torch.allclose(ours[name], value, rtol=1e-8, atol=1e-11), name
+                assert sum(recapture.shelf.nbytes().values()) <= limit + (10**6 if disk else 0)
+            elif operation == "step":
+                step(model)
+            elif operation == "restore":
+                model.load_state_dict(start)
+            elif operation == "restart":
+                recapture = Recapture.of(engine, config)
+            else:
+                freeze_below(model, values[0])
+                if values[0] == 0:
+                    model.get_decoder().embed_tokens.requires_grad_(True)

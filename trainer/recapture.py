@@ -1,0 +1,245 @@
+"""Recapture: after an optimizer step, refresh the states that are needed again, and no more than is exact.
+
+Idea: a prefix is captured span by span, and what each span wrote is kept on a shelf beside the digests of the tokens before it
+and of the weights it depends on. The next capture walks its tokens along the kept spans. Where nothing changed, a span's states
+are taken over. Where only layers from the frontier on train, the layers below are taken over, and the span is run from the
+frontier's stored input. What was never captured (a longer prefix, a new one) is run whole. A state is found only under the
+stamps of the weights that read it, so a stale one cannot be read: there is no second copy to keep in step.
+
+The reverse pass stops at the frontier too: it runs a span again from the same stored input.
+
+Vocabulary
+    span      the positions [start, stop) of one run, and the digest of all tokens before `stop`, with the borders between spans
+    below     the part of a span that survives a step: states of the layers under the frontier, and the frontier's input
+    above     its other part: states from the frontier on
+    hit       a span of which nothing was run; refreshed: it was kept under other weights; extended: it is new and follows a
+              kept one; missed: all else. Counted in tokens (positions)
+
+Shapes: T tokens, C hidden size, L layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longstraw_agents.errors import CorruptionError
+from longstraw_agents.trainer.architectures import make_state
+from longstraw_agents.trainer.frontier import Entry, kept_input
+from longstraw_agents.trainer.shelf import Shelf, ShelfConfig, Stamp
+from longstraw_agents.trainer.stamps import Stamps, require_fresh
+from longstraw_agents.trainer.state import Run, StateCache
+from longstraw_agents.types import TokenArray
+
+if TYPE_CHECKING:
+    from longstraw_agents.trainer.replay import Engine
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions [start, stop) on a path; `chain` is the digest of everything before `stop`, `before` that before `start`."""
+
+    start: int
+    stop: int
+    before: str
+    chain: str
+
+    @classmethod
+    def after(cls, before: str, start: int, inputs_T: TokenArray) -> Span:
+        """The span of `inputs_T` that follows what `before` stands for ("" at position 0)."""
+        data = before.encode() + np.ascontiguousarray(inputs_T, dtype="<i4").tobytes()
+        return cls(start, start + len(inputs_T), before, hashlib.blake2b(data, digest_size=16).hexdigest())
+
+
+@dataclass(frozen=True)
+class Recapture:
+    """Kept states of one model over many updates."""
+
+    engine: Engine
+    shelf: Shelf
+    counts: Counter[str] = field(default_factory=Counter)
+    _following: dict[str, dict[str, Span]] = field(default_factory=dict)  # chain before -> the spans that begin there
+
+    @classmethod
+    def of(cls, engine: Engine, config: ShelfConfig) -> Recapture:
+        """Begin with what the shelf's directory, if it has one, still holds."""
+        recapture = cls(engine, Shelf(config))
+        for note in recapture.shelf.notes().values():
+            recapture.remember(Span(**note))
+        return recapture
+
+    def under(self, stamps: Stamps) -> FreshStates:
+        """The kept states as the weights with these stamps may read them."""
+        return FreshStates(self, stamps, self.engine.frontier)
+
+    def refresh(self, tokens: TokenArray, chunk: int) -> Iterator[Span]:
+        """Bring the states of `tokens` [T] up to date, one span at each `next`, so that it fits between other work.
+
+        What was finished stays finished if it is not carried on, or the process dies. Raises StaleStateError if the weights
+        change on the way: begin again then.
+        """
+        inputs = np.asarray(tokens, dtype=np.int32)
+        state = make_state(self.engine.base, len(inputs))
+        stamps = self.engine.stamps.stamps()
+        fresh = self.under(stamps)
+        for span in fresh.walk("", inputs, 0, chunk):
+            require_fresh(stamps.states, self.engine.stamps.layers(), "the state being refreshed")
+            with self.engine.attached(), torch.no_grad():
+                fresh.capture(span, inputs[span.start : span.stop], state)
+            yield span
+
+    def report(self) -> dict[str, Any]:
+        """For a receipt: what happened since the last report, in tokens (evictions in items), and what is held now."""
+        evicted = {f"evicted_{place}": count for place, count in self.shelf.evicted.items()}
+        report = {**self.counts, **evicted, "bytes": self.shelf.nbytes(), "frontier": self.engine.frontier}
+        report["saving"] = self.saving()
+        self.counts.clear()
+        self.shelf.evicted.clear()
+        return report
+
+    def saving(self) -> str:
+        """In words, what a step leaves fresh, and what adapting only the upper half would."""
+        frontier, layers = self.engine.frontier, len(self.engine.stamps.layers(fresh=False))
+        if frontier > 0:
+            return f"layers 0 to {frontier - 1} of {layers} stay fresh: a refresh runs {layers - frontier} of {layers} layers"
+        return (
+            "parameters train in the lowest layer or the embeddings, so a step makes every state stale; "
+            f"adapting only layers {layers // 2} to {layers - 1} would halve a refresh"
+        )
+
+    def remember(self, span: Span) -> None:
+        """Let later walks find a span."""
+        self._following.setdefault(span.before, {})[span.chain] = span
+
+    def following(self, chain: str) -> list[Span]:
+        """Kept spans that begin where `chain` ends, longest first; those of which nothing is left on the shelf are forgotten."""
+        spans = self._following.get(chain, {})
+        for key in list(spans):
+            if self.shelf.stamps(f"{key}-below") is None and self.shelf.stamps(f"{key}-above") is None:
+                del spans[key]
+        return sorted(spans.values(), key=lambda span: -span.stop)
+
+
+class FreshStates:
+    """`Recapture` as one set of weights may read it: spans to walk, states to take over, and states to keep."""
+
+    def __init__(self, recapture: Recapture, stamps: Stamps, frontier: int) -> None:
+        self._recapture, self._frontier = recapture, frontier
+        self._shelf, self._engine = recapture.shelf, recapture.engine
+        self._stamps: dict[str, Stamp] = {
+            "below": (*stamps.states[:frontier], stamps.inputs[frontier]),
+            "above": stamps.states[frontier:],
+        }
+        self._missed: set[str] = set()  # what follows these is no extension
+        self._parts = [part for part in ("below", "above") if (frontier > 0 if part == "below" else stamps.states[frontier:])]
+
+    def walk(self, chain: str, inputs_T: TokenArray, begin: int, chunk: int) -> Iterator[Span]:
+        """Part inputs that begin at position `begin` into kept spans where any fresh ones fit, and new ones of `chunk` else."""
+        at = 0
+        while at < len(inputs_T):
+            span = self._kept(chain, inputs_T[at:], begin + at, chunk)
+            if span is None:
+                span = Span.after(chain, begin + at, inputs_T[at : at + chunk])
+            yield span
+            at, chain = at + span.stop - span.start, span.chain
+
+    def capture(self, span: Span, inputs_T: TokenArray, state: StateCache, *, run_anyway: bool = False) -> Tensor | None:
+        """Bring the state of a span into `state`, which holds all before it: taken over, run from the frontier, or run whole.
+
+        Returns the hidden states [1, T, C] of the run, or None where none was needed; `run_anyway` asks for one.
+        """
+        known = any(self._shelf.stamps(f"{span.chain}-{part}") is not None for part in self._parts)
+        below, above = self._read(span, "below"), self._read(span, "above")
+        if below is not None:
+            self._adopt(span, state, below)
+        if below is not None and above is not None and not run_anyway:
+            self._adopt(span, state, above)
+            self._count("hit", span)
+            return None
+        entry = self._entry(below)
+        hidden = self._run(span, inputs_T, state, entry)
+        if below is not None and above is not None:
+            self._count("run_anyway", span)
+        else:
+            extends = span.before not in self._missed and self._is_kept(span.before)
+            kind = "refreshed" if known else "extended" if extends else "missed"
+            self._count(kind, span)
+            if kind == "missed":
+                self._missed.add(span.chain)
+        self._recapture.counts["from_frontier" if entry is not None else "whole"] += span.stop - span.start
+        return hidden
+
+    def entry(self, span: Span) -> Entry | None:
+        """Where a run of the span may start; None: at the embeddings."""
+        return self._entry(self._read(span, "below")) if self._frontier > 0 else None
+
+    # -- parts ----------------------------------------------------------------------------------------------------------
+
+    def _run(self, span: Span, inputs_T: TokenArray, state: StateCache, entry: Entry | None) -> Tensor:
+        run = Run(span.start, span.stop - span.start, 1, writes=True, gradient=False)
+        with kept_input(self._engine.decoder, self._frontier) as kept:
+            hidden = self._engine.decode(inputs_T[None], run, state, entry)
+        state.collect()
+        if entry is None:
+            below = self._export(span, state, range(self._frontier))
+            self._put(span, "below", below | {"input": kept[0]} if self._frontier > 0 else below)
+        self._put(span, "above", self._export(span, state, range(self._frontier, len(state.layers))))
+        self._recapture.remember(span)
+        return hidden
+
+    def _kept(self, chain: str, inputs_T: TokenArray, start: int, chunk: int) -> Span | None:
+        """The longest kept span of these tokens, not longer than `chunk`, of which a part is fresh."""
+        for span in self._recapture.following(chain):
+            length = span.stop - span.start
+            if length <= min(chunk, len(inputs_T)) and Span.after(chain, start, inputs_T[:length]) == span:
+                if any(self._shelf.stamps(f"{span.chain}-{part}") == self._stamps[part] for part in self._parts):
+                    return span
+        return None
+
+    def _is_kept(self, chain: str) -> bool:
+        return all(self._shelf.stamps(f"{chain}-{part}") == self._stamps[part] for part in self._parts)
+
+    def _read(self, span: Span, part: str) -> dict[str, Tensor] | None:
+        """A fresh part of a span; None where there is none, or what the disk gave back was not what was written."""
+        if part not in self._parts:
+            return {}
+        key = f"{span.chain}-{part}"
+        if self._shelf.stamps(key) != self._stamps[part]:
+            return None
+        try:
+            return self._shelf.get(key, self._stamps[part])
+        except CorruptionError:
+            self._recapture.counts["corrupt"] += 1
+            return None
+
+    def _put(self, span: Span, part: str, tensors: dict[str, Tensor]) -> None:
+        if tensors:
+            self._shelf.put(f"{span.chain}-{part}", self._stamps[part], tensors, vars(span))
+
+    def _entry(self, below: dict[str, Tensor] | None) -> Entry | None:
+        if not below or "input" not in below:
+            return None
+        return Entry(self._frontier, below["input"].to(self._engine.device))
+
+    def _export(self, span: Span, state: StateCache, layers: range) -> dict[str, Tensor]:
+        named = ((i, state.layers[i].export(span.start, span.stop)) for i in layers)
+        return {f"{i}.{name}": tensor for i, tensors in named for name, tensor in tensors.items()}
+
+    def _adopt(self, span: Span, state: StateCache, part: dict[str, Tensor]) -> None:
+        by_layer: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in part.items():
+            layer, _, name = key.partition(".")
+            if name:
+                by_layer.setdefault(int(layer), {})[name] = tensor
+        for index, tensors in by_layer.items():
+            state.layers[index].adopt(span.start, span.stop, tensors)
+
+    def _count(self, kind: str, span: Span) -> None:
+        self._recapture.counts[kind] += span.stop - span.start
