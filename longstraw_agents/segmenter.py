@@ -119,10 +119,30 @@ def segment(trajectories: Sequence[Trajectory], config: SegmenterConfig = Segmen
                 f"trajectory {trajectory.trajectory_id}: tokens must be a vector of integers, "
                 f"got shape {tokens.shape} of {tokens.dtype}"
             )
-    tops = _radix_tree(trajectories)
+    # big-endian bytes sort as the ids do, a prefix before what continues it
+    keys = {i: t.tokens.astype(">u4").tobytes() for i, t in enumerate(trajectories) if len(t.tokens) > 1}
+    order = sorted(keys, key=keys.__getitem__)
+    shared = [_common_prefix(trajectories[a].tokens, trajectories[b].tokens) for a, b in pairwise(order)]
+    return assemble(trajectories, order, shared, [np.flatnonzero(t.action_mask) for t in trajectories], config)
+
+
+def assemble(
+    trajectories: Sequence[Trajectory],
+    order: Sequence[int],
+    shared: Sequence[int],
+    positions: Sequence[IndexArray],
+    config: SegmenterConfig,
+) -> PrefixTree:
+    """The tree of `trajectories`, given their order and how much neighbours share; neither tokens nor masks are looked at.
+
+    order: indices of the trajectories with at least two tokens, sorted by their tokens; shared [len(order) - 1]: the length of
+    the common prefix of each neighbouring pair; positions: each trajectory's positions with loss, ascending.
+    """
+    trajectories = tuple(trajectories)
+    tops = _radix_tree([len(t.tokens) for t in trajectories], order, shared)
     spans = list(_spans(tops, trajectories, config))
     paths = _paths(spans, len(trajectories))
-    nodes, entries = _nodes_and_entries(spans, paths, trajectories)
+    nodes, entries = _nodes_and_entries(spans, paths, trajectories, positions)
     distinct = sum(draft.stop - draft.start for draft in _walk(tops))
     run = sum(span.stop - span.start for span in spans)
     return PrefixTree(trajectories, nodes, paths, *entries, repeated_targets=run - distinct)
@@ -150,16 +170,12 @@ class _Span:
     ends: tuple[int, ...]
 
 
-def _radix_tree(trajectories: tuple[Trajectory, ...]) -> list[_Draft]:
-    """The tops of the radix tree. Big-endian bytes sort as the ids do, a prefix before what continues it."""
-    keys = {i: t.tokens.astype(">u4").tobytes() for i, t in enumerate(trajectories) if len(t.tokens) > 1}
-    order = sorted(keys, key=keys.__getitem__)
+def _radix_tree(lengths: Sequence[int], order: Sequence[int], shared_next: Sequence[int]) -> list[_Draft]:
+    """The tops of the radix tree."""
     tops: list[_Draft] = []
     branch: list[_Draft] = []  # the path of the trajectory added last; nothing left of it can change any more
-    previous: int | None = None
-    for index in order:
-        length = len(trajectories[index].tokens)
-        shared = 1 if previous is None else max(1, _common_prefix(trajectories[previous].tokens, trajectories[index].tokens))
+    for index, common in zip(order, [1, *shared_next], strict=False):
+        length, shared = lengths[index], max(1, common)
         while branch and branch[-1].start >= shared:
             branch.pop()
         if branch and branch[-1].stop > shared:
@@ -169,7 +185,6 @@ def _radix_tree(trajectories: tuple[Trajectory, ...]) -> list[_Draft]:
             (branch[-1].children if branch else tops).append(draft)
             branch.append(draft)
         branch[-1].ends.append(index)
-        previous = index
     return tops
 
 
@@ -243,20 +258,22 @@ def _paths(spans: list[_Span], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _nodes_and_entries(
-    spans: list[_Span], paths: tuple[tuple[int, ...], ...], trajectories: tuple[Trajectory, ...]
+    spans: list[_Span],
+    paths: tuple[tuple[int, ...], ...],
+    trajectories: tuple[Trajectory, ...],
+    positions: Sequence[IndexArray],
 ) -> tuple[tuple[Node, ...], tuple[IndexArray, IndexArray, IndexArray, IndexArray]]:
     """Joins the spans with the action masks. Each piece is one trajectory's loss positions within one node of its path."""
     members: list[list[int]] = [[] for _ in spans]
     pieces: list[list[IndexArray]] = [[] for _ in spans]
     walk: list[tuple[int, int, IndexArray]] = []  # (trajectory, node, positions), in the order of the entries
     for trajectory, path in enumerate(paths):
-        positions = np.flatnonzero(trajectories[trajectory].action_mask)
-        cuts = np.searchsorted(positions, [spans[node].stop for node in path[:-1]])
-        for node, piece in zip(path, np.split(positions, cuts) if path else (), strict=True):
+        cuts = np.searchsorted(positions[trajectory], [spans[node].stop for node in path[:-1]])
+        for node, piece in zip(path, np.split(positions[trajectory], cuts) if path else (), strict=True):
             members[node].append(trajectory)
             pieces[node].append(piece)
             walk.append((trajectory, node, piece))
-    targets = [np.unique(np.concatenate(of_node)) for of_node in pieces]
+    targets = [_union(of_node) for of_node in pieces]
     children: list[list[int]] = [[] for _ in spans]
     for index, span in enumerate(spans):
         if span.parent is not None:
@@ -282,3 +299,11 @@ def _nodes_and_entries(
         np.concatenate(empty + [np.searchsorted(targets[node], piece) for _, node, piece in walk]),
     )
     return nodes, entries
+
+
+def _union(pieces: list[IndexArray]) -> IndexArray:
+    """All values of ascending arrays, ascending, each once. Merging sorted runs is many times faster than `numpy.unique`."""
+    if len(pieces) == 1:
+        return pieces[0]
+    merged = np.sort(np.concatenate(pieces), kind="stable")
+    return merged[np.concatenate([np.ones(min(len(merged), 1), np.bool_), merged[1:] != merged[:-1]])]

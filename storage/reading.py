@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Select, bindparam, select
 
 from longstraw_agents.errors import CorruptionError, StoreError
 from longstraw_agents.storage import blobs
@@ -21,6 +21,30 @@ from longstraw_agents.storage.schema import BlobTable, BranchTable, SpanTable, T
 from longstraw_agents.types import LogpArray, TokenArray
 
 BRANCHES, TURNS, SPANS, BLOBS, CALLS = (m.__table__ for m in (BranchTable, TurnTable, SpanTable, BlobTable, ToolCallTable))
+
+
+def _line_query() -> Select[Any]:
+    """A branch and its ancestors."""
+    line = select(BRANCHES).where(BRANCHES.c.id == bindparam("branch")).cte("line", recursive=True)
+    return select(line.union_all(select(BRANCHES).join(line, BRANCHES.c.id == line.c.parent_id)))
+
+
+def _span_query(behaviour: bool) -> Select[Any]:
+    """The spans of a branch that may hold positions [low, high), with their blobs."""
+    tokens, logp = BLOBS.alias(), BLOBS.alias()
+    columns: list[Any] = [SPANS.c.start, SPANS.c.stop, SPANS.c.tokens, SPANS.c.behaviour, SPANS.c.marks, tokens.c.data]
+    source = SPANS.outerjoin(tokens, tokens.c.digest == SPANS.c.tokens)
+    if behaviour:
+        columns.append(logp.c.data)
+        source = source.outerjoin(logp, logp.c.digest == SPANS.c.behaviour)
+    low = SPANS.c.start > bindparam("low") - blobs.SPAN_TOKENS
+    inside = (SPANS.c.branch_id == bindparam("branch"), low, SPANS.c.start < bindparam("high"))
+    return select(*columns).select_from(source).where(*inside).order_by(SPANS.c.start)
+
+
+# made once: building a statement costs more than running it
+_LINE = _line_query()
+_SPANS = {behaviour: _span_query(behaviour) for behaviour in (False, True)}
 
 
 class Stretch(NamedTuple):
@@ -92,9 +116,7 @@ def lineage_of(connection: Connection, trajectory: Row) -> Lineage:
     name = trajectory_name(trajectory["id"])
     if trajectory["branch_id"] is None:
         return Lineage(name, ())
-    line = select(BRANCHES).where(BRANCHES.c.id == trajectory["branch_id"]).cte("line", recursive=True)
-    parents = select(BRANCHES).join(line, BRANCHES.c.id == line.c.parent_id)
-    rows = connection.execute(select(line.union_all(parents))).mappings().all()
+    rows = connection.execute(_LINE, {"branch": trajectory["branch_id"]}).mappings().all()
     end_turn, stop = trajectory["turns"], trajectory["length"]
     expected: int | None = trajectory["branch_id"]
     stretches: list[Stretch] = []
@@ -130,15 +152,7 @@ def read_spans(
 def _stretch_spans(
     connection: Connection, lineage: Lineage, stretch: Stretch, low: int, high: int, behaviour: bool
 ) -> list[Span]:
-    tokens = BLOBS.alias()
-    columns: list[Any] = [SPANS.c.start, SPANS.c.stop, SPANS.c.tokens, SPANS.c.behaviour, SPANS.c.marks, tokens.c.data]
-    source = SPANS.outerjoin(tokens, tokens.c.digest == SPANS.c.tokens)
-    if behaviour:
-        logp = BLOBS.alias()
-        columns.append(logp.c.data)
-        source = source.outerjoin(logp, logp.c.digest == SPANS.c.behaviour)
-    inside = (SPANS.c.branch_id == stretch.branch_id, SPANS.c.start > low - blobs.SPAN_TOKENS, SPANS.c.start < high)
-    rows = connection.execute(select(*columns).select_from(source).where(*inside).order_by(SPANS.c.start))
+    rows = connection.execute(_SPANS[behaviour], {"branch": stretch.branch_id, "low": low, "high": high})
     spans: list[Span] = []
     for row in rows:
         if row[1] <= low:

@@ -26,6 +26,7 @@ from longstraw_agents.errors import ConfigError, StoreError
 from longstraw_agents.storage import blobs, history, listing, reading
 from longstraw_agents.storage.database import Database, StoreConfig
 from longstraw_agents.storage.migrations import require_current, revision_of, upgrade
+from longstraw_agents.storage.outline import Branches, Outline, read_outline
 from longstraw_agents.storage.records import EvaluationRow, GroupRow, RunRow, StepRow, StoreStats, TrajectoryRow
 from longstraw_agents.storage.rows import Row, fetch, insert_sealed, nonce, seal_of, update_sealed
 from longstraw_agents.storage.schema import (
@@ -294,6 +295,15 @@ class Store:
         length = self.trajectory(trajectory_id).length
         for start in range(0, length, size):
             yield self.read_tokens(trajectory_id, start, min(start + size, length))
+
+    def outlines(self, trajectory_ids: Sequence[str]) -> list[Outline]:
+        """Outlines of finished trajectories, in one state of the store; no token is read."""
+
+        def action(connection: Connection) -> list[Outline]:
+            known: Branches = {}
+            return [read_outline(connection, self._row(connection, name), known) for name in trajectory_ids]
+
+        return self.database.read(action)
 
     def turns(self, trajectory_id: str) -> list[Turn]:
         """All committed turns, with tool calls and sources: what an environment is replayed from."""
