@@ -67,6 +67,10 @@ class EnvironmentFault(LongStrawError, RuntimeError):
     """An environment broke its contract (a reward that is not finite, a tool without a schema)."""
 
 
+class ToolFault(LongStrawError, RuntimeError):
+    """A tool call failed in a way that its caller should read about and may correct."""
+
+
 class SandboxError(LongStrawError, RuntimeError):
     """The sandbox is missing or could not be built; nothing was run outside it."""
 

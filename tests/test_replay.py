@@ -8,7 +8,7 @@ import torch
 
 from longstraw_agents.errors import ModelError, NonFiniteError, StaleStateError, TokenError
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import comparison, conventional
+from longstraw_agents.trainer import attention, comparison, conventional, kernels
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.types import StopReason, Trajectory
@@ -128,3 +128,42 @@ def test_refusals_name_what_is_wrong() -> None:
     model.config.model_type = "unheard_of"
     with pytest.raises(ModelError, match="unheard_of"):
         Engine(model)
+
+
+@pytest.mark.parametrize("gradient", ["exact", "detached"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_a_kernel_that_joins_prefix_and_chunk_gives_the_same_gradient(name: str, gradient: str, monkeypatch) -> None:
+    """A bottom-right kernel (as FlashAttention is) reads prefix and chunk in one buffer: same numbers as the merged parts."""
+
+    class Joining(kernels.CpuFlash):
+        bottom_right = True
+
+        def forward(self, q, k, v, causal, scale):
+            see = attention.Visibility(k.shape[2] - q.shape[2], 0, causal)
+            return attention.reference_forward(q, k, v, see, scale)
+
+        def backward(self, dout, q, k, v, out, lse, causal, scale):
+            see = attention.Visibility(k.shape[2] - q.shape[2], 0, causal)
+            return attention.reference_backward(dout, q, k, v, out, lse, see, scale)
+
+    model = zoo.build(name, dtype=torch.float64)
+    group = deep_group(model.config.vocab_size)
+    tree, gradients = segment(group), []
+    for available in (kernels.KERNELS, (Joining(),)):
+        monkeypatch.setattr(kernels, "KERNELS", available)
+        monkeypatch.setattr(kernels, "_CHOICES", {})
+        Engine(model, ReplayConfig(gradient, chunk=23, pack=60)).open(tree).backward(coefficients(len(tree.entry_node)))
+        gradients.append(comparison.gradients(model))
+        model.zero_grad()
+    assert comparison.compare(gradients[1], gradients[0]).worst < 1e-10
+
+
+def test_a_kernel_with_wrong_gradients_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(kernels.CpuFlash):
+        def backward(self, dout, q, k, v, out, lse, causal, scale):
+            dq, dk, dv = super().backward(dout, q, k, v, out, lse, causal, scale)
+            return dq, dk * 1.05, dv
+
+    shape = (torch.device("cpu"), torch.float32, 4, 2, 16, 16)
+    assert kernels.passes_check(kernels.CpuFlash(), *shape) and not kernels.passes_check(Wrong(), *shape)
+    assert "left out" in caplog.text

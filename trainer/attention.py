@@ -27,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longstraw_agents.errors import ModelError
+from longstraw_agents.trainer.kernels import Kernel, choose
 
 #: The name under which transformers models call `attention`.
 IMPLEMENTATION = "longstraw"
@@ -43,51 +44,6 @@ class Visibility:
     key_start: int
     causal: bool
     window: int | None = None
-
-
-class Kernel(Protocol):
-    """A raw attention kernel. Windows and soft-capping go to the reference; others see only `causal` and plain blocks."""
-
-    name: str
-
-    def supports(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> bool:
-        """Whether this kernel takes these tensors' device, dtype and head sizes."""
-        ...
-
-    def forward(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Return out_BHTE and the natural log-sum-exp lse_BHT (float32 or wider)."""
-        ...
-
-    def backward(
-        self, dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor,
-        out_BHTE: Tensor, lse_BHT: Tensor, causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dq, dk, dv given the merged output and log-sum-exp."""
-        ...
-
-
-class CpuFlash:
-    """Torch's own flash attention for CPU: float32, float64 and bfloat16, grouped heads, equal head sizes."""
-
-    name = "torch-cpu-flash"
-
-    def supports(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> bool:
-        return q_BHTD.device.type == "cpu" and q_BHTD.shape[-1] == v_BKSE.shape[-1] and q_BHTD.dtype != torch.float16
-
-    def forward(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = run(q_BHTD, k_BKSD, v_BKSE, 0.0, causal, attn_mask=None, scale=scale)
-        return out, lse
-
-    def backward(
-        self, dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor,
-        out_BHTE: Tensor, lse_BHT: Tensor, causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = run(
-            dout_BHTE, q_BHTD, k_BKSD, v_BKSE, out_BHTE, lse_BHT, 0.0, causal, attn_mask=None, scale=scale
-        )  # fmt: skip
-        return dq, dk, dv
 
 
 def _hidden(see: Visibility, first: int, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -180,6 +136,10 @@ class Spec:
     softcap: float | None
     kernel: Kernel | None
 
+    def joins(self) -> bool:
+        """Whether one bottom-right causal call over prefix and chunk in one buffer is exact."""
+        return self.kernel is not None and self.kernel.bottom_right and self.softcap is None and self.window is None
+
     def plain(self, window_covers: bool) -> bool:
         """Whether the fast kernel computes a part exactly: no soft cap, and the window hides nothing in it."""
         return self.kernel is not None and self.softcap is None and (self.window is None or window_covers)
@@ -246,12 +206,16 @@ class Prefix(Protocol):
 
     length: int  # positions before the chunk
 
+    def joined(self, k_1KTD: Tensor, v_1KTE: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Prefix and the chunk's own keys and values in one buffer, [1, K, length + T, ...], where they lie so; else None."""
+        ...
+
     def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (start, k_1KSD, v_1KSE), together all positions from `first` or a little before it to `length`."""
         ...
 
-    def wants_gradient(self, start: int, stop: int) -> bool:
-        """Whether the cotangent of any position in [start, stop) is wanted."""
+    def gradient_start(self) -> int:
+        """The first position whose cotangent is wanted; a border of `blocks` where it lies inside the prefix."""
         ...
 
     def add(self, start: int, dk_1KSD: Tensor, dv_1KSE: Tensor) -> None:
@@ -264,6 +228,13 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, spec: Spec) -> Tensor:
+        ctx.prefix, ctx.spec = prefix, spec
+        ctx.joined = prefix.joined(k, v) if spec.joins() else None
+        if ctx.joined is not None:
+            assert spec.kernel is not None
+            out, lse = spec.kernel.forward(q, *ctx.joined, True, spec.scale)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
         wide = torch.promote_types(q.dtype, torch.float32)
         here = prefix.length
         own = Visibility(here, here, True, spec.window)
@@ -274,7 +245,6 @@ class PrefixAttention(torch.autograd.Function):
             out, lse = merge(out, lse, *part_forward(q, kb, vb, see, spec))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.prefix, ctx.spec = prefix, spec
         return out
 
     @staticmethod
@@ -282,6 +252,12 @@ class PrefixAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         prefix, spec = ctx.prefix, ctx.spec
         here, dout = prefix.length, dout.contiguous()
+        if ctx.joined is not None:
+            dq, dk, dv = spec.kernel.backward(dout, q, *ctx.joined, out, lse, True, spec.scale)
+            first = prefix.gradient_start()
+            if first < here:
+                prefix.add(first, dk[:, :, first:here], dv[:, :, first:here])
+            return dq, dk[:, :, here:], dv[:, :, here:], None, None
         own = Visibility(here, here, True, spec.window)
         dq, dk, dv = part_backward(dout, q, k, v, out, lse, own, spec)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -290,7 +266,7 @@ class PrefixAttention(torch.autograd.Function):
             see = Visibility(here, start, False, spec.window)
             dq_part, dk_part, dv_part = part_backward(dout, q, kb, vb, out, lse, see, spec)
             dq += dq_part
-            if prefix.wants_gradient(start, start + kb.shape[2]):
+            if start >= prefix.gradient_start():  # a block never straddles it
                 prefix.add(start, dk_part, dv_part)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
@@ -309,14 +285,6 @@ class AttentionState(Protocol):
 
 #: The state of the run in progress; set by `replay.run_chunk`.
 ACTIVE: ContextVar[AttentionState | None] = ContextVar("longstraw_active_state", default=None)
-
-_KERNELS: tuple[Kernel, ...] = (CpuFlash(),)
-
-
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-    """The fastest kernel that takes these tensors; None means the reference."""
-    return next((kernel for kernel in _KERNELS if kernel.supports(q, k, v)), None)
-
 
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -343,7 +311,7 @@ def attention(
         if kwargs.get(name) is not None:
             raise ModelError(f"layer {type(module).__name__} uses {name}, which has no exact replay here")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    spec = Spec(scale, sliding_window, softcap, choose_kernel(query, key, value))
+    spec = Spec(scale, sliding_window, softcap, choose(query, key, value))
     return state.attend(module, query, key, value, spec).transpose(1, 2), None
 
 

@@ -100,6 +100,7 @@ class Stack:
         self.capacity = capacity
         self.values_PKD: Tensor | None = None
         self.cotangent_PKD: Tensor | None = None
+        self._base = 0  # the position of the cotangent's first row: in detached mode nothing before a node's start has one
 
     def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
         """Copy a run's [1, K, T, D] to the positions from `start` on. `device`: where the stack is to lie, if it is new."""
@@ -110,6 +111,7 @@ class Stack:
                 "make the state for the longest path"
             )
         if self.values_PKD is None:
+            # One allocation for the whole path: its bytes are exactly what the planner counts.
             self.values_PKD = torch.empty(self.capacity, K, D, dtype=new_1KTD.dtype, device=device or new_1KTD.device)
         self.values_PKD[start : start + T].copy_(new_1KTD[0].transpose(0, 1))
 
@@ -119,18 +121,21 @@ class Stack:
             raise StaleStateError(f"positions {start} to {stop} were read before anything was captured")
         return self.values_PKD[start:stop].transpose(0, 1)[None]
 
-    def add(self, start: int, grad_1KSD: Tensor) -> None:
-        """Add to the cotangent of the positions from `start` on."""
+    def add(self, start: int, grad_1KSD: Tensor, cut: int) -> None:
+        """Add to the cotangent of the positions from `start` on; none is kept for positions before the run's `cut`."""
         assert self.values_PKD is not None
-        if self.cotangent_PKD is None:
-            self.cotangent_PKD = torch.zeros_like(self.values_PKD, dtype=wide(self.values_PKD.dtype))
-        self.cotangent_PKD[start : start + grad_1KSD.shape[2]] += grad_1KSD[0].transpose(0, 1)
+        if self.cotangent_PKD is None or cut < self._base:
+            # A lower cut than before means another node in detached mode; what lay above was taken, so nothing is lost.
+            self._base = cut
+            self.cotangent_PKD = torch.zeros_like(self.values_PKD[cut:], dtype=wide(self.values_PKD.dtype))
+        first = start - self._base
+        self.cotangent_PKD[first : first + grad_1KSD.shape[2]] += grad_1KSD[0].transpose(0, 1)
 
     def take(self, start: int, stop: int) -> Tensor | None:
         """The cotangent of [start, stop) as [1, K, S, D], cleared from the stack; None where there is none."""
-        if self.cotangent_PKD is None:
+        if self.cotangent_PKD is None or start < self._base:
             return None
-        part = self.cotangent_PKD[start:stop]
+        part = self.cotangent_PKD[start - self._base : stop - self._base]
         taken = part.transpose(0, 1)[None].clone()
         part.zero_()
         return taken
@@ -191,8 +196,8 @@ class StoredPrefix:
     """`attention.Prefix` over an AttentionState's stacks, for one run."""
 
     def __init__(self, state: AttentionState, run: Run) -> None:
-        self._state, self._cut = state, run.cut
-        self.length = run.start
+        self._state, self._run = state, run
+        self._cut, self.length = run.cut, run.start
 
     def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The whole visible prefix: one block, as it is contiguous. In detached mode two, parted at the cut."""
@@ -200,12 +205,22 @@ class StoredPrefix:
         for start, stop in zip(borders, borders[1:], strict=False):
             yield start, self._state.keys.read(start, stop), self._state.values.read(start, stop)
 
-    def wants_gradient(self, start: int, stop: int) -> bool:
-        return stop > self._cut
+    def joined(self, k_1KTD: Tensor, v_1KTE: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One row's chunk lies after its prefix in the same stacks; a replay writes it there too."""
+        run = self._run
+        if run.rows != 1:
+            return None
+        if not run.writes:
+            self._state.keys.write(run.start, k_1KTD.detach())
+            self._state.values.write(run.start, v_1KTE.detach())
+        return self._state.keys.read(0, run.stop), self._state.values.read(0, run.stop)
+
+    def gradient_start(self) -> int:
+        return self._cut
 
     def add(self, start: int, dk_1KSD: Tensor, dv_1KSE: Tensor) -> None:
-        self._state.keys.add(start, dk_1KSD)
-        self._state.values.add(start, dv_1KSE)
+        self._state.keys.add(start, dk_1KSD, self._cut)
+        self._state.values.add(start, dv_1KSE, self._cut)
 
 
 class RecurrentState(LayerState):
