@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import longstraw_agents.envs  # noqa: F401  registers the built-in environments
 from longstraw_agents import config as toml
 from longstraw_agents.checkpoints import check_step, prune, step_folder, write_step
 from longstraw_agents.collection import CollectConfig, Progress, collect

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -70,9 +71,8 @@ def resumable(command: str) -> Iterator[None]:
 
 def quiet_libraries() -> None:
     """Keep the model libraries' progress bars and notices out of the output."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     from transformers.utils import logging
 
     logging.set_verbosity_error()
