@@ -124,7 +124,16 @@ def test_a_reward_that_is_not_finite_is_refused_by_name(value):
         prepare([flat_group([1.0, 0.0]), flat_group([1.0, value], name="bad")])
 
 
-@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
-def test_bad_settings_are_refused(tolerance):
-    with pytest.raises(ConfigError, match="tolerance"):
-        AdvantageConfig(tolerance=tolerance)
+@pytest.mark.parametrize(
+    "values, what",
+    [
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"tolerance": math.nan}, "tolerance"),
+        ({"credit": "step"}, "trajectory, turn, node, chain"),
+        ({"credit": "turn", "discount": 0.0}, "discount"),
+        ({"credit": "node", "discount": 0.9}, "takes no discount"),
+    ],
+)
+def test_bad_settings_are_refused(values, what):
+    with pytest.raises(ConfigError, match=what):
+        AdvantageConfig(**values)

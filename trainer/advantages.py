@@ -4,14 +4,13 @@
                     moves neither their baseline nor their loss
     masked          a trajectory that counts in the baseline but carries no loss (truncated ones, where that is asked for); it
                     adds a zero to the group's mean
-    skipped         a whole group: fewer than two episodes remain, or their rewards are equal within the tolerance. Its KL term
-                    goes with it
+    skipped         a whole group: fewer than two episodes remain, or their rewards are equal within the tolerance (its KL
+                    term goes with it), or all that is left of it is masked
 
 An episode that became several trajectories counts once: each of them weighs its share of the episode.
 
-Advantage of trajectory i: (R_i - mean R) / deviation of R, over the group, the deviation with n - 1 (arXiv:2402.03300); without
-the division for Dr. GRPO (arXiv:2503.20783). It stands at each of the
-trajectory's action tokens.
+`credit.py` says how the rewards of those that are left become advantages. A group all of whose advantages are zero is one of
+equal rewards.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
-from longstraw_agents.errors import ConfigError, NonFiniteError
+from longstraw_agents.errors import NonFiniteError
+from longstraw_agents.trainer.credit import CREDITS, AdvantageConfig, Advantages, spread
 from longstraw_agents.types import FAILED, Group, StopReason, Trajectory
 
-Advantages = npt.NDArray[np.float64]
+__all__ = ["AdvantageConfig", "Advantages", "Prepared", "Reason", "prepare"]
 
 #: Stop reasons where the policy was cut short rather than done.
 TRUNCATED: frozenset[StopReason] = frozenset({StopReason.TOKEN_LIMIT, StopReason.ACTION_CUT})
+
+_BY_TRAJECTORY = AdvantageConfig()
 
 
 class Reason(StrEnum):
@@ -43,23 +44,6 @@ class Reason(StrEnum):
     ONE_EPISODE = "fewer than two episodes to compare"
     EQUAL_REWARDS = "equal rewards"
     ALL_MASKED = "every trajectory is masked"
-
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-    """How rewards are compared.
-
-    divide_by_deviation: False for Dr. GRPO. tolerance: rewards whose range is at most this, relative to the largest (or to 1
-    where all are smaller), count as equal. mask_truncated: trajectories that a length limit cut carry no loss.
-    """
-
-    divide_by_deviation: bool = True
-    tolerance: float = 1e-6
-    mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            raise ConfigError(f"advantage tolerance must be a finite number of at least 0, got {self.tolerance!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +60,7 @@ class Prepared:
     masked: list[tuple[str, str, Reason]]
 
 
-def prepare(groups: Sequence[Group], config: AdvantageConfig = AdvantageConfig()) -> Prepared:
+def prepare(groups: Sequence[Group], config: AdvantageConfig = _BY_TRAJECTORY) -> Prepared:
     """Filters the groups and gives each remaining action token its advantage.
 
     Raises NonFiniteError, naming group and trajectory, for a reward or weight that is NaN or infinite.
@@ -85,35 +69,19 @@ def prepare(groups: Sequence[Group], config: AdvantageConfig = AdvantageConfig()
     for group in groups:
         _check_finite(group)
         rest = _without_dropped(group, prepared)
-        reason = _reason_to_skip(rest, config)
-        if reason is None:
-            advantages = _trajectory_advantages(rest, config)
-            rest = _masked(rest, group, prepared) if config.mask_truncated else rest
-            if not any(t.action_mask.any() for t in rest):
-                reason = Reason.ALL_MASKED
-        if reason is not None:
-            prepared.skipped.append((group.group_id, reason))
+        if len(rest) < (1 if config.credit == "chain" else 2):
+            prepared.skipped.append((group.group_id, Reason.ONE_EPISODE))
             continue
-        spread = [np.full(int(t.action_mask.sum()), a) for t, a in zip(rest, advantages, strict=True)]
-        prepared.kept.append((replace(group, trajectories=tuple(rest)), spread))
+        by_turn = CREDITS[config.credit](rest, config)
+        rest = _masked(rest, group, prepared) if config.mask_truncated else rest
+        advantages = [spread(trajectory, of_turns) for trajectory, of_turns in zip(rest, by_turn, strict=True)]
+        if not any(of_turns.any() for of_turns in by_turn):
+            prepared.skipped.append((group.group_id, Reason.EQUAL_REWARDS))
+        elif not any(map(len, advantages)):
+            prepared.skipped.append((group.group_id, Reason.ALL_MASKED))
+        else:
+            prepared.kept.append((replace(group, trajectories=tuple(rest)), advantages))
     return prepared
-
-
-def episode_baseline(values: npt.ArrayLike, weights: npt.ArrayLike) -> tuple[float, float]:
-    """Mean and sample deviation (n - 1) of values [M] over n episodes, where a trajectory is `weights` [M] of an episode.
-
-    n is the sum of the weights, taken as 2 where fewer are left of episodes that lost a part.
-    """
-    values, weights = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    mean = float(np.average(values, weights=weights))
-    episodes = max(float(weights.sum()), 2.0)
-    return mean, math.sqrt(float(np.average((values - mean) ** 2, weights=weights)) * episodes / (episodes - 1.0))
-
-
-def equal_within(values: npt.ArrayLike, tolerance: float) -> bool:
-    """Whether the range of values is at most `tolerance` of the largest magnitude, or of 1 where that is smaller."""
-    values = np.asarray(values, dtype=np.float64)
-    return bool(np.ptp(values) <= tolerance * max(1.0, float(np.abs(values).max())))
 
 
 def _check_finite(group: Group) -> None:
@@ -145,20 +113,6 @@ def _without_dropped(group: Group, prepared: Prepared) -> list[Trajectory]:
     return rest
 
 
-def _reason_to_skip(rest: list[Trajectory], config: AdvantageConfig) -> Reason | None:
-    """Why a group has no gradient, or None."""
-    if len(rest) < 2:
-        return Reason.ONE_EPISODE
-    return Reason.EQUAL_REWARDS if equal_within([_reward(t) for t in rest], config.tolerance) else None
-
-
-def _trajectory_advantages(rest: list[Trajectory], config: AdvantageConfig) -> list[float]:
-    """One advantage per trajectory."""
-    rewards = [_reward(t) for t in rest]
-    mean, deviation = episode_baseline(rewards, [t.weight for t in rest])
-    return [(reward - mean) / (deviation if config.divide_by_deviation else 1.0) for reward in rewards]
-
-
 def _masked(rest: list[Trajectory], group: Group, prepared: Prepared) -> list[Trajectory]:
     """The same trajectories, truncated ones without their action mask; these are recorded."""
     for trajectory in rest:
@@ -176,9 +130,3 @@ def _without_loss(trajectory: Trajectory) -> Trajectory:
         behaviour=np.full_like(trajectory.behaviour, np.nan),
         policy_version=np.full_like(trajectory.policy_version, -1),
     )
-
-
-def _reward(trajectory: Trajectory) -> float:
-    """A reward that `_without_dropped` has seen to be there."""
-    assert trajectory.reward is not None
-    return trajectory.reward
