@@ -36,6 +36,8 @@ class Receipt:
     groups: list[str] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     dropped: list[tuple[str, str, str]] = field(default_factory=list)
+    masked: list[tuple[str, str, str]] = field(default_factory=list)
+    credit: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)  # by trajectory: `credit.spans`
     steps: list[Step] = field(default_factory=list)
     inputs: Counter[str] = field(default_factory=Counter)
     tokens: dict[str, int] = field(default_factory=dict)

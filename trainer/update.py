@@ -24,6 +24,7 @@ from longstraw_agents.errors import AdapterError, ConfigError, GroupError, NonFi
 from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
+from longstraw_agents.trainer.credit import spans
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
 from longstraw_agents.trainer.recapture import Recapture
@@ -55,6 +56,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"steps is {self.steps}; an update makes at least one optimizer step")
+        if self.loss.name == "dr_grpo" and self.advantage.divide_by_deviation:
+            raise ConfigError("loss dr_grpo does not divide by the deviation: set advantage.divide_by_deviation = false")
 
 
 class Trainer:
@@ -213,12 +216,20 @@ class Trainer:
             "chunk": self.config.replay.chunk,
             "pack": self.config.replay.pack,
             "loss": asdict(self.loss) if isinstance(self.loss, LossConfig) else getattr(self.loss, "__name__", "callable"),
+            "advantage": asdict(self.config.advantage),
             "versions": versions(),
         }
         return Receipt(
             self.version, self.version, self.config.replay.gradient, groups=[g.group_id for g, _ in prepared.kept],
             skipped=[(group, str(reason)) for group, reason in prepared.skipped],
-            dropped=[(group, name, str(reason)) for group, name, reason in prepared.dropped], setting=setting,
+            dropped=[(group, name, str(reason)) for group, name, reason in prepared.dropped],
+            masked=[(group, name, str(reason)) for group, name, reason in prepared.masked],
+            credit={
+                trajectory.trajectory_id: spans(trajectory, advantages)
+                for group, of_group in prepared.kept
+                for trajectory, advantages in zip(group.trajectories, of_group, strict=True)
+            },
+            setting=setting,
         )  # fmt: skip
 
     def _describe(self, trees: list[PrefixTree], receipt: Receipt) -> None:
