@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +88,9 @@ class Recapture:
         """
         inputs = np.asarray(tokens, dtype=np.int32)
         state = make_state(self.engine.base, len(inputs))
-        stamps = self.engine.stamps.stamps()
-        fresh = self.under(stamps)
+        self.engine.stamps.forget()
+        fresh = self.under(self.engine.stamps.stamps())
         for span in fresh.walk("", inputs, 0, chunk):
-            require_fresh(stamps.states, self.engine.stamps.layers(), "the state being refreshed")
             with self.engine.attached(), torch.no_grad():
                 fresh.capture(span, inputs[span.start : span.stop], state)
             yield span
@@ -131,17 +131,22 @@ class FreshStates:
     """`Recapture` as one set of weights may read it: spans to walk, states to take over, and states to keep."""
 
     def __init__(self, recapture: Recapture, stamps: Stamps, frontier: int) -> None:
-        self._recapture, self._frontier = recapture, frontier
+        self._recapture, self._frontier, self._all = recapture, frontier, stamps
         self._shelf, self._engine = recapture.shelf, recapture.engine
         self._stamps: dict[str, Stamp] = {
             "below": (*stamps.states[:frontier], stamps.inputs[frontier]),
             "above": stamps.states[frontier:],
         }
+        self._reading = False
         self._missed: set[str] = set()  # what follows these is no extension
         self._parts = [part for part in ("below", "above") if (frontier > 0 if part == "below" else stamps.states[frontier:])]
 
     def walk(self, chain: str, inputs_T: TokenArray, begin: int, chunk: int) -> Iterator[Span]:
-        """Part inputs that begin at position `begin` into kept spans where any fresh ones fit, and new ones of `chunk` else."""
+        """Part inputs that begin at position `begin` into kept spans where any fresh ones fit, and new ones of `chunk` else.
+
+        `chain` stands for what precedes them. Raises StaleStateError if the weights are no longer those with these stamps.
+        """
+        self.require()
         at = 0
         while at < len(inputs_T):
             span = self._kept(chain, inputs_T[at:], begin + at, chunk)
@@ -153,8 +158,10 @@ class FreshStates:
     def capture(self, span: Span, inputs_T: TokenArray, state: StateCache, *, run_anyway: bool = False) -> Tensor | None:
         """Bring the state of a span into `state`, which holds all before it: taken over, run from the frontier, or run whole.
 
-        Returns the hidden states [1, T, C] of the run, or None where none was needed; `run_anyway` asks for one.
+        Returns the hidden states [1, T, C] of the run, or None where none was needed; `run_anyway` asks for one. Raises
+        StaleStateError, and keeps nothing, if the weights changed.
         """
+        self.require()
         known = any(self._shelf.stamps(f"{span.chain}-{part}") is not None for part in self._parts)
         below, above = self._read(span, "below"), self._read(span, "above")
         if below is not None:
@@ -176,8 +183,25 @@ class FreshStates:
         self._recapture.counts["from_frontier" if entry is not None else "whole"] += span.stop - span.start
         return hidden
 
+    def require(self) -> None:
+        """Raise StaleStateError unless the weights are those with these stamps; within `reading`, as far as torch can tell."""
+        now = self._engine.stamps.stamps(fresh=not self._reading)
+        require_fresh(self._all.states, now.states, "the kept state")
+        require_fresh(self._all.inputs[: self._frontier + 1], now.inputs[: self._frontier + 1], "the kept input")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """One pass over a tree: all weights are checked at its start, and by torch's version counters on the way."""
+        self.require()
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading = False
+
     def entry(self, span: Span) -> Entry | None:
         """Where a run of the span may start; None: at the embeddings."""
+        self.require()
         return self._entry(self._read(span, "below")) if self._frontier > 0 else None
 
     # -- parts ----------------------------------------------------------------------------------------------------------
@@ -187,6 +211,7 @@ class FreshStates:
         with kept_input(self._engine.decoder, self._frontier) as kept:
             hidden = self._engine.decode(inputs_T[None], run, state, entry)
         state.collect()
+        self.require()  # they may have changed while it ran
         if entry is None:
             below = self._export(span, state, range(self._frontier))
             self._put(span, "below", below | {"input": kept[0]} if self._frontier > 0 else below)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -192,9 +192,8 @@ class TreeReplay:
 
     def score(self, *, entropy: bool = False) -> Scores:
         """Log-probabilities of every loss entry, without autograd; captures inner nodes on the way and keeps the last path."""
-        self._require_fresh()
         out = self._new_scores(entropy)
-        with self.engine.attached(), torch.no_grad():
+        with self._reading(), torch.no_grad():
             for event, nodes in self._walk(last_first=False):
                 if event == "enter":
                     self._capture(nodes[0], out)
@@ -211,7 +210,6 @@ class TreeReplay:
         c_N, e_N: [N] in the tree's entry order. Returns the log-probabilities (and entropies, if e_N is given) seen on the way.
         Raises StaleStateError if the weights changed since this tree was opened, NonFiniteError if c or e is not finite.
         """
-        self._require_fresh()
         for name, vector in (("c", c_N), ("e", e_N)):
             if vector is not None and not bool(torch.isfinite(vector).all()):
                 entry = int(torch.nonzero(~torch.isfinite(vector))[0])
@@ -224,7 +222,7 @@ class TreeReplay:
         active, below = self._active(c, e)
         idle = lambda i: not active[i] and not self._scored and len(self.tree.nodes[i].loss_targets) > 0  # still to be scored
         out = self._new_scores(e_N is not None)
-        with self.engine.attached():
+        with self._reading():
             for event, nodes in self._walk(last_first=True):
                 node = self.tree.nodes[nodes[0]]
                 if event == "enter":
@@ -436,8 +434,12 @@ class TreeReplay:
         self._resident = [] if parent is None else self._resident[: self._resident.index(parent) + 1]
         self.state.truncate(0 if parent is None else self.tree.nodes[parent].stop - 1)
 
-    def _require_fresh(self) -> None:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A pass: the weights are those of the tree's states, and the model's attention is ours."""
         require_fresh(self._stamps, self.engine.stamps.layers(), "this tree's state")
+        with self.engine.attached(), nullcontext() if self._kept is None else self._kept.reading():
+            yield
 
     def _new_scores(self, entropy: bool) -> Scores:
         fresh = lambda: torch.full(

@@ -3,7 +3,8 @@
 Idea: a state is a function of the tokens before it and of every parameter it passed through. Each layer's stamp is a digest of
 both; a state whose stamp differs from what the model has now can't be read as exact. Digests are computed where the tensor
 lies (one pass, no copy to the host) and remembered while torch's own version counter says that the tensor was not written.
-Parameters that train are digested again at every phase, because `.data` writes pass that counter by.
+Parameters that train are digested again at every phase, because `.data` writes pass that counter by; frozen ones are once per
+update (`forget`), because a merge of adapters, or a user, may write them so between two.
 
 Layer l's keys and values depend on the embeddings, on all parameters of layers below l, and on layer l's own projections; its
 MLP, its query and output projections and the norm after attention come later. What is not known to come later counts. Layer
@@ -42,7 +43,7 @@ def tensor_digest(tensor: Tensor) -> bytes:
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.device.type == "cpu":
-        content = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()
+        content = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
     else:
         content = " ".join(map(str, _weighted_sums(flat)))
     text = f"{tuple(tensor.shape)} {tensor.dtype} {content}"
@@ -106,7 +107,9 @@ class WeightStamps:
 
     def stamps(self, *, fresh: bool = True) -> Stamps:
         """The digests of every layer's state and input."""
-        below, own, after = hashlib.blake2b(self._settings(), digest_size=16), {}, {}
+        below = hashlib.blake2b(self._settings(), digest_size=16)
+        own: dict[int, list[bytes]] = {}
+        after: dict[int, list[bytes]] = {}
         tensors = list(self._decoder.named_parameters()) + list(self._decoder.named_buffers())
         for name, tensor in sorted(tensors, key=lambda item: item[0]):
             match = _LAYER.search(name)
@@ -126,6 +129,10 @@ class WeightStamps:
                 below.update(entry)
             inputs.append(below.hexdigest())
         return Stamps(tuple(states), tuple(inputs))
+
+    def forget(self) -> None:
+        """Digest every tensor anew at the next call, frozen ones too."""
+        self._known.clear()
 
     def _digest(self, name: str, tensor: Tensor, fresh: bool) -> bytes:
         key = (tensor.data_ptr(), tensor._version)

@@ -99,6 +99,7 @@ class Trainer:
         if not prepared.kept:
             return receipt
         phases = Phases()
+        self.engine.stamps.forget()
         with phases("segment"):
             trees = [segment(group.trajectories, self.config.segmenter) for group, _ in prepared.kept]
         self._describe(trees, receipt)
