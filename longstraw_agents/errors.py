@@ -40,6 +40,10 @@ class StaleStateError(LongStrawError, RuntimeError):
     """A state was captured under other weights, tokens or settings than those it is read with."""
 
 
+class RankError(LongStrawError, RuntimeError):
+    """Another process of the run died, hangs, or holds other weights; the run stops and can be resumed."""
+
+
 class StoreError(LongStrawError):
     """The store could not do what was asked."""
 

@@ -150,8 +150,8 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, see: Visibility, spec: Spec) -
     if not spec.plain(_covered(q, k, see)):
         return reference_forward(q, k, v, see, spec.scale, spec.softcap)
     assert spec.kernel is not None
-    if see.causal:
-        return spec.kernel.forward(q, k, v, True, spec.scale)
+    if see.causal or len(k) > 1:  # rows with keys of their own
+        return spec.kernel.forward(q, k, v, see.causal, spec.scale)
     out, lse = spec.kernel.forward(_fold(q, k), k, v, False, spec.scale)
     return _unfold(out, q), _unfold(lse, q)
 
@@ -163,8 +163,8 @@ def part_backward(
     if not spec.plain(_covered(q, k, see)):
         return reference_backward(dout, q, k, v, out, lse, see, spec.scale, spec.softcap)
     assert spec.kernel is not None
-    if see.causal:
-        return spec.kernel.backward(dout, q, k, v, out, lse, True, spec.scale)
+    if see.causal or len(k) > 1:
+        return spec.kernel.backward(dout, q, k, v, out, lse, see.causal, spec.scale)
     fold = lambda x: _fold(x, k)
     dq, dk, dv = spec.kernel.backward(fold(dout), fold(q), k, v, fold(out), fold(lse), False, spec.scale)
     return _unfold(dq, q), dk, dv
@@ -195,10 +195,11 @@ def _unfold(x_1Kn: Tensor, like_BHTD: Tensor) -> Tensor:
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two parts' outputs by log-sum-exp. out_a and both lse are float32 or wider; lse_a is finite."""
+    """Merge two parts' outputs by log-sum-exp. out_a and both lse are float32 or wider; a query that sees nothing has -inf."""
     lse = torch.logaddexp(lse_a, lse_b)
-    out = out_a * torch.exp(lse_a - lse)[..., None]
-    return out.addcmul_(out_b.to(out.dtype), torch.exp(lse_b - lse)[..., None]), lse
+    finite = lse.masked_fill(lse == -math.inf, 0)
+    out = out_a * torch.exp(lse_a - finite)[..., None]
+    return out.addcmul_(out_b.to(out.dtype), torch.exp(lse_b - finite)[..., None]), lse
 
 
 class Prefix(Protocol):
@@ -240,7 +241,7 @@ class PrefixAttention(torch.autograd.Function):
         own = Visibility(here, here, True, spec.window)
         out, lse = part_forward(q, k, v, own, spec)
         out = out.to(wide)
-        for start, kb, vb in prefix.blocks(_first_seen(here, spec.window)):
+        for start, kb, vb in prefix.blocks(first_seen(here, spec.window)):
             see = Visibility(here, start, False, spec.window)
             out, lse = merge(out, lse, *part_forward(q, kb, vb, see, spec))
         out = out.to(q.dtype)
@@ -262,7 +263,7 @@ class PrefixAttention(torch.autograd.Function):
         dq, dk, dv = part_backward(dout, q, k, v, out, lse, own, spec)
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = dq.to(wide)
-        for start, kb, vb in prefix.blocks(_first_seen(here, spec.window)):
+        for start, kb, vb in prefix.blocks(first_seen(here, spec.window)):
             see = Visibility(here, start, False, spec.window)
             dq_part, dk_part, dv_part = part_backward(dout, q, kb, vb, out, lse, see, spec)
             dq += dq_part
@@ -271,7 +272,8 @@ class PrefixAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _first_seen(here: int, window: int | None) -> int:
+def first_seen(here: int, window: int | None) -> int:
+    """The first position that a query at `here` sees."""
     return 0 if window is None else max(0, here - window + 1)
 
 

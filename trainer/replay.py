@@ -29,8 +29,11 @@ from longstraw_agents.errors import ConfigError, NonFiniteError, TokenError
 from longstraw_agents.segmenter import Node, PrefixTree
 from longstraw_agents.trainer.architectures import make_state, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
+from longstraw_agents.trainer.context import Context
 from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
 from longstraw_agents.trainer.head import find_head
+from longstraw_agents.trainer.heads import shared_rules
+from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.recapture import FreshStates, Recapture, Span
 from longstraw_agents.trainer.stamps import WeightStamps, require_fresh
 from longstraw_agents.trainer.state import Run, StateCache, wide
@@ -79,15 +82,19 @@ class _Picks:
 class Engine:
     """A model made ready for replay: its decoder, head and stamps. One engine serves many trees and updates."""
 
-    def __init__(self, model: nn.Module, config: ReplayConfig = ReplayConfig()) -> None:
-        """model: a transformers causal language model, plain or with PEFT adapters. Raises ModelError for unknown ones."""
+    def __init__(self, model: nn.Module, config: ReplayConfig = ReplayConfig(), ranks: Ranks | None = None) -> None:
+        """model: a transformers causal language model, plain or with PEFT adapters. Raises ModelError for unknown ones.
+
+        ranks: the processes that share out every run; by default this one alone.
+        """
         self.model, self.config = model, config
+        self.context = Context(ranks or Ranks())
         self.base = unwrap(model)
         self.decoder = self.base.get_decoder()
         self.head = find_head(self.base, config.temperature, config.logit_piece)
         self.stamps = WeightStamps(self.decoder, self.base.config)
         self.cache_argument = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
-        make_state(self.base, 0)  # refuses unknown layers before anything runs
+        make_state(self.base, 0, self.context)  # refuses unknown layers before anything runs
 
     @property
     def device(self) -> torch.device:
@@ -106,8 +113,11 @@ class Engine:
         before = config._attn_implementation
         config._attn_implementation = IMPLEMENTATION
         self.model.eval()
+        length = lambda: ACTIVE.get().run.length
+        shared = shared_rules(self.decoder, self.context, length) if self.context.size > 1 else nullcontext()
         try:
-            yield
+            with shared:
+                yield
         finally:
             config._attn_implementation = before
             self.model.train(training)
@@ -120,9 +130,13 @@ class Engine:
     def decode(self, ids_BT: np.ndarray, run: Run, state: StateCache, entry: Entry | None = None) -> Tensor:
         """The decoder's forward of one run on `state`: hidden states [B, T, C] after the final norm.
 
-        With `entry` the run starts from its layer, and the layers below neither run nor write.
+        With `entry` the run starts from its layer, and the layers below neither run nor write. Where processes share the run,
+        ids are those of all of it and hidden states those of this process's part, padding included.
         """
-        positions = torch.arange(run.start, run.stop, device=self.device)[None].expand(run.rows, -1)
+        part = self.context.part(run.length)
+        ids_BT = np.pad(ids_BT, ((0, 0), (0, part.size * self.context.size - run.length)))[:, part.first : part.first + part.size]
+        start = run.start + part.first
+        positions = torch.arange(start, start + part.size, device=self.device)[None].expand(run.rows, -1)
         state.begin(run)
         token = ACTIVE.set(state)
         try:
@@ -171,13 +185,12 @@ class TreeReplay:
 
     def __post_init__(self) -> None:
         self._flat = _Flat.of(self.tree, self.engine.device)
-        capacity = max((node.stop - 1 for node in self.tree.nodes), default=0)
-        self.state = make_state(self.engine.base, capacity)
+        self._spans: dict[int, list[Span]] = {}  # of captured nodes, where states are kept
+        self.state = make_state(self.engine.base, self._capacity(), self.engine.context)
         self.state.frontier = self.engine.frontier
         stamps = self.engine.stamps.stamps()
         self._stamps = stamps.states
         self._kept = None if self.recapture is None else self.recapture.under(stamps)
-        self._spans: dict[int, list[Span]] = {}  # of captured nodes, where states are kept
         self._resident: list[int] = []  # the path whose nodes' states lie in the cache now
         self._scored = False
         vocabulary = self.engine.base.config.get_text_config().vocab_size
@@ -187,6 +200,14 @@ class TreeReplay:
                     f"trajectory {trajectory.trajectory_id} has ids from {trajectory.tokens.min()} to {trajectory.tokens.max()}, "
                     f"but the model's vocabulary is 0 to {vocabulary - 1}; was it collected with another tokenizer?"
                 )
+
+    def _capacity(self) -> int:
+        """Positions that this process keeps of the longest path."""
+        held: list[int] = []
+        for node in self.tree.nodes:
+            before = 0 if node.parent is None else held[node.parent]
+            held.append(before + sum(self.engine.context.part(last - first).size for first, last in self._chunks(node)))
+        return max(held, default=0)
 
     # -- passes ---------------------------------------------------------------------------------------------------------
 
@@ -333,6 +354,8 @@ class TreeReplay:
             grad, logp, entropy = self.engine.head.backward(picked, picks.targets, c[picks.slots], e_M)
             self._store(out, picks, logp, entropy)
             roots.append((picked, grad))
+        if self.engine.context.size > 1:  # every process walks its whole graph, so that all meet in the same exchanges
+            roots.append((hidden, torch.zeros_like(hidden)))
         roots = [(output, grad) for output, grad in roots if output.requires_grad]
         if roots:
             torch.autograd.backward([r[0] for r in roots], [r[1] for r in roots])
@@ -393,8 +416,10 @@ class TreeReplay:
 
     def _picks(self, group: Sequence[Node], first: int, last: int) -> _Picks | None:
         rows, offsets, targets, slots = [], [], [], []
+        part = self.engine.context.part(last - first)
+        first = first + part.first
         for row, node in enumerate(group):
-            begin, end = np.searchsorted(node.loss_targets, (first, last))
+            begin, end = np.searchsorted(node.loss_targets, (first, first + part.real))
             chosen = node.loss_targets[begin:end].astype(np.int64)
             rows.append(np.full(len(chosen), row, dtype=np.int64))
             offsets.append(chosen - first)
@@ -442,8 +467,9 @@ class TreeReplay:
             yield
 
     def _new_scores(self, entropy: bool) -> Scores:
+        alone = self.engine.context.size == 1
         fresh = lambda: torch.full(
-            (self._flat.total,), float("nan"), device=self.engine.device, dtype=wide(self.engine.dtype)
+            (self._flat.total,), float("nan") if alone else 0.0, device=self.engine.device, dtype=wide(self.engine.dtype)
         )  # fmt: skip
         return Scores(fresh(), fresh() if entropy else None)
 
@@ -453,8 +479,9 @@ class TreeReplay:
             out.entropy[picks.slots] = entropy.to(out.entropy.dtype)
 
     def _entries(self, out: Scores) -> Scores:
-        entry = self._flat.entry
-        return Scores(out.logp[entry], None if out.entropy is None else out.entropy[entry])
+        entry, ranks = self._flat.entry, self.engine.context.ranks
+        whole = lambda x: ranks.sum(x, name="log-probabilities")[entry]  # each has one owner, the others have zero
+        return Scores(whole(out.logp), None if out.entropy is None else whole(out.entropy))
 
     def _slots(self, vector_N: Tensor) -> Tensor:
         """Sum entries that share a target."""

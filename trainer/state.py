@@ -317,11 +317,12 @@ class StateCache(Cache):  # type: ignore[misc]
         self.layer_class_to_replicate = None
         self.offloading = False
         self.start = 0
+        self.run: Run | None = None
         self.frontier = 0  # layers below it train nothing: no gradient is wanted of what they read
 
     def begin(self, run: Run) -> None:
         """Prepare every layer for a run."""
-        self.start = run.start
+        self.start, self.run = run.start, run
         for index, layer in enumerate(self.layers):
             layer.begin(run if index >= self.frontier else replace(run, gradient=False))
 
