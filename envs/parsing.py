@@ -11,15 +11,18 @@ Formats (what model families write)
     llama     <|python_tag|>{...}
     deepseek  <｜tool▁call▁begin｜>...<｜tool▁sep｜>...<｜tool▁call▁end｜>
     json      the whole action is one JSON object with a name
-What stands between <think> and </think> is never a call or an answer.
+    python    a line that begins with NAME("value") or NAME(key=value), also in [...] (Llama 4)
+What stands between <think> and </think> is never a call or an answer. The answer is what stands in <answer>...</answer>, or,
+with `answer="text"`, the whole text of an action without calls.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from longstraw_agents.errors import ConfigError
 
@@ -41,6 +44,7 @@ class ParsedCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    positional: tuple[Any, ...] = ()  # values without a name, for the parameters in their order
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,11 @@ class ParserConfig:
 
     formats: tuple[str, ...] = ("tags", "fenced", "json")
     max_calls: int = 8
+    answer: Literal["tags", "text"] = "tags"
 
     def __post_init__(self) -> None:
+        if self.answer not in ("tags", "text"):
+            raise ConfigError(f"answer is {self.answer!r}; choose tags or text")
         unknown = [name for name in self.formats if name not in FORMATS]
         if unknown or not self.formats:
             raise ConfigError(f"unknown call formats {unknown or 'none'}; choose from {', '.join(FORMATS)}")
@@ -80,7 +87,10 @@ def parse_action(action: str, config: ParserConfig | None = None) -> ParsedActio
         error = f"{len(calls)} calls in one turn; at most {config.max_calls} are run. Ask again for the rest."
         excess = ParsedCall("", error=error)
         calls = [*calls[: config.max_calls], excess]
-    return ParsedAction(tuple(calls), _between(text, "<answer>", "</answer>"), text)
+    answer = _between(text, "<answer>", "</answer>")
+    if answer is None and config.answer == "text" and not calls:
+        answer = text.strip()
+    return ParsedAction(tuple(calls), answer, text)
 
 
 def without_thinking(action: str) -> str:
@@ -317,6 +327,57 @@ def _parse_json(text: str) -> list[ParsedCall]:
     return _calls_in_json(stripped, '{"name": "TOOL", "arguments": {...}}')
 
 
+_PYTHON_CALL = re.compile(r"[\[`\s]{0,8}([A-Za-z_][\w.]{0,63})\(")
+_PYTHON_KEY = re.compile(r"\s{0,8}([A-Za-z_]\w{0,63})\s{0,8}=\s{0,8}")
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_WORD = re.compile(r"True|False|None")
+PYTHON_FORM = 'TOOL("VALUE") or TOOL(NAME="VALUE")'
+
+
+def _parse_python(text: str) -> list[ParsedCall]:
+    calls: list[ParsedCall] = []
+    for line in text.splitlines():
+        opening = _PYTHON_CALL.match(line)
+        if opening:
+            calls.append(_call_from_python(opening[1], line, opening.end()))
+    return calls
+
+
+def _call_from_python(name: str, line: str, position: int) -> ParsedCall:
+    """Read arguments from `position` on, to the closing parenthesis; what follows it is ignored."""
+    named: dict[str, Any] = {}
+    positional: list[Any] = []
+    while True:
+        while position < len(line) and line[position] in " ,":
+            position += 1
+        if line.startswith(")", position):
+            return ParsedCall(name, named, positional=tuple(positional))
+        key = _PYTHON_KEY.match(line, position)
+        value, end = _python_value(line, key.end() if key else position)
+        if end < 0:
+            fault = f"a quoted text, a number or a closing parenthesis is missing at character {position}"
+            return ParsedCall(name, error=f"the call of {name} could not be read: {fault}. Write {PYTHON_FORM}")
+        if key:
+            named[key[1]] = value
+        else:
+            positional.append(value)
+        position = end
+
+
+def _python_value(line: str, position: int) -> tuple[Any, int]:
+    """The literal at `position` and where it ends, or -1 where there is none."""
+    if line.startswith("'", position):
+        end = line.find("'", position + 1)
+        return (line[position + 1:end], end + 1) if end >= 0 else (None, -1)
+    if word := _PYTHON_WORD.match(line, position):
+        return _PYTHON_WORDS[word[0]], word.end()
+    try:
+        value, end = _DECODER.raw_decode(line, position)
+    except (ValueError, RecursionError):
+        return None, -1
+    return (None, -1) if _too_deep(value) else (value, end)
+
+
 FORMATS: dict[str, Callable[[str], list[ParsedCall]]] = {
     "tags": _parse_tags,
     "fenced": _parse_fenced,
@@ -324,4 +385,5 @@ FORMATS: dict[str, Callable[[str], list[ParsedCall]]] = {
     "llama": _parse_llama,
     "deepseek": _parse_deepseek,
     "json": _parse_json,
+    "python": _parse_python,
 }

@@ -15,6 +15,7 @@ CALL_FORMS = {
     "llama": '<|python_tag|>{"name": "TOOL", "parameters": {"NAME": "VALUE"}}',
     "deepseek": '<｜tool▁call▁begin｜>TOOL<｜tool▁sep｜>{"NAME": "VALUE"}<｜tool▁call▁end｜>',
     "json": '{"name": "TOOL", "arguments": {"NAME": "VALUE"}}',
+    "python": 'TOOL(NAME="VALUE")',
 }
 
 
@@ -24,5 +25,6 @@ def tool_prompt(instructions: str, tools: Sequence[Tool], parser: ParserConfig) 
     for each in tools:
         shown = {"name": each.name, "description": each.description, "parameters": each.schema}
         lines.append(json.dumps(shown, ensure_ascii=False))
-    lines += ["", "Call a tool like this:", CALL_FORMS[parser.formats[0]], "Give the answer like this:", "<answer>...</answer>"]
+    lines += ["", "Call a tool like this:", CALL_FORMS[parser.formats[0]]]
+    lines += ["Give the answer like this:", "<answer>...</answer>"] if parser.answer == "tags" else ["Then give the answer."]
     return "\n".join(lines)

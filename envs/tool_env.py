@@ -219,8 +219,11 @@ class ToolEnv(gymnasium.Env[str, str]):
             hint = f" Did you mean {close[0]}?" if close else ""
             error = f"there is no tool {parsed.name[:64]!r}.{hint} Tools: {', '.join(self.tools)}."
             return ToolCall(parsed.name[:64], parsed.arguments, error=error)
-        outcome = chosen.run(parsed.arguments)
-        return ToolCall(parsed.name, parsed.arguments, outcome.result, outcome.error, outcome.seconds)
+        arguments = {**dict(zip(chosen.schema.get("properties", {}), parsed.positional, strict=False)), **parsed.arguments}
+        if len(parsed.positional) > len(chosen.schema.get("properties", {})):
+            return ToolCall(parsed.name, arguments, error=f"{parsed.name} was given {len(parsed.positional)} values: too many")
+        outcome = chosen.run(arguments)
+        return ToolCall(parsed.name, arguments, outcome.result, outcome.error, outcome.seconds)
 
     def _outcome(
         self, observation: str, messages: list[Message], episode: Episode
