@@ -174,7 +174,7 @@ class Episode:
                 return self._outcome(StopReason.TOKEN_LIMIT, False)
             sample = await self._sample(np.concatenate([self.tokens, rendered.ids]), min(room, self.limits.action_tokens))
             answer = Step(())
-            if sample.finish == "stop":
+            if int(sample.ids[-1]) in self.renderer.stop_ids:
                 answer = await self.in_thread(self.world.step, self.renderer.text(sample.ids))
             turn = Turn(
                 rendered.ids,
@@ -209,7 +209,7 @@ class Episode:
 
     def _cut(self, turn: Turn) -> StopReason | None:
         """Why the episode ends here, where the action did not end by itself. Such an action is never acted upon."""
-        if turn.action[-1] in self.renderer.stop_ids:
+        if int(turn.action[-1]) in self.renderer.stop_ids:
             return None
         full = len(self.tokens) >= self.limits.trajectory_tokens
         return StopReason.TOKEN_LIMIT if full else StopReason.ACTION_CUT

@@ -223,10 +223,12 @@ class Store:
         *,
         success: bool | None = None,
         trailing_observation: npt.ArrayLike | None = None,
+        weight: float | None = None,
     ) -> None:
         """Ends an episode: why, with which reward (None where none is valid), and what the environment said last.
 
-        `trailing_observation`, ids after the last action, becomes a last turn without action. The same call again is no error.
+        `trailing_observation`, ids after the last action, becomes a last turn without action. `weight` replaces the one that the
+        trajectory began with, where only the end shows into how many parts an episode fell. The same call again is no error.
         """
         key = listing.key_of("t", trajectory_id)
         parts = history.finite_parts({**reward_parts, **({} if reward is None else {"reward": reward})})
@@ -235,6 +237,7 @@ class Store:
             "reward": None if reward is None else parts["reward"],
             "reward_parts": {name: parts[name] for name in reward_parts},
             "success": None if success is None else bool(success),
+            **({} if weight is None else {"weight": float(weight)}),
         }
         trailing = None if trailing_observation is None else blobs.as_ids(trailing_observation, "trailing observation")
 
