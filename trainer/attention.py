@@ -129,12 +129,16 @@ def reference_backward(
 
 @dataclass(frozen=True)
 class Spec:
-    """How one layer attends: scale, sliding window, soft cap, and the kernel for parts without window and cap."""
+    """How one layer attends: scale, sliding window, soft cap, and the kernel for parts without window and cap.
+
+    picks: where an indexer chose them, the positions [B, T, n] that each query reads, -1 for none.
+    """
 
     scale: float
     window: int | None
     softcap: float | None
     kernel: Kernel | None
+    picks: Tensor | None = None
 
     def joins(self) -> bool:
         """Whether one bottom-right causal call over prefix and chunk in one buffer is exact."""
@@ -304,6 +308,9 @@ def attention(
             f"attention implementation {IMPLEMENTATION!r} was called outside of a capture or replay; "
             "use model.set_attn_implementation('sdpa') to run the model by itself"
         )
+    picks: Tensor | None = kwargs.get("indices")  # an indexer's selection; such layers insist on a mask and are given `NO_MASK`
+    if picks is not None and attention_mask is NO_MASK:
+        attention_mask = None
     if attention_mask is not None or dropout != 0.0:
         raise ModelError(
             f"layer {type(module).__name__} passed {'a mask' if attention_mask is not None else f'dropout {dropout}'} to "
@@ -313,9 +320,17 @@ def attention(
         if kwargs.get(name) is not None:
             raise ModelError(f"layer {type(module).__name__} uses {name}, which has no exact replay here")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    spec = Spec(scale, sliding_window, softcap, choose(query, key, value))
+    spec = Spec(scale, sliding_window, softcap, None if picks is not None else choose(query, key, value), picks)
     return state.attend(module, query, key, value, spec).transpose(1, 2), None
 
 
+def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+    """The mask function that transformers calls: none is built. Callers that insist on one get a stand-in."""
+    return None if allow_is_causal_skip else NO_MASK
+
+
+#: Stands for "causal, nothing else" where a model insists on a mask tensor.
+NO_MASK = torch.empty(1, 1, 0, 0)
+
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)

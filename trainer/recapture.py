@@ -254,7 +254,7 @@ class FreshStates:
         return Entry(self._frontier, below["input"].to(self._engine.device))
 
     def _export(self, span: Span, state: StateCache, layers: range) -> dict[str, Tensor]:
-        named = ((i, state.layers[i].export(span.start, span.stop)) for i in layers)
+        named = ((i, state.export(i, span.start, span.stop)) for i in layers)
         return {f"{i}.{name}": tensor for i, tensors in named for name, tensor in tensors.items()}
 
     def _adopt(self, span: Span, state: StateCache, part: dict[str, Tensor]) -> None:
@@ -264,7 +264,7 @@ class FreshStates:
             if name:
                 by_layer.setdefault(int(layer), {})[name] = tensor
         for index, tensors in by_layer.items():
-            state.layers[index].adopt(span.start, span.stop, tensors)
+            state.adopt(index, span.start, span.stop, tensors)
 
     def _count(self, kind: str, span: Span) -> None:
         self._recapture.counts[kind] += span.stop - span.start

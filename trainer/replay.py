@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from longstraw_agents.errors import ConfigError, NonFiniteError, TokenError
 from longstraw_agents.segmenter import Node, PrefixTree
-from longstraw_agents.trainer.architectures import make_state, unwrap
+from longstraw_agents.trainer.architectures import attached, make_state, require_supported, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
 from longstraw_agents.trainer.context import Context
 from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
@@ -94,7 +94,8 @@ class Engine:
         self.head = find_head(self.base, config.temperature, config.logit_piece)
         self.stamps = WeightStamps(self.decoder, self.base.config)
         self.cache_argument = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
-        make_state(self.base, 0, self.context)  # refuses unknown layers before anything runs
+        require_supported(self.base)  # before anything runs
+        make_state(self.base, 0, self.context)
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +117,7 @@ class Engine:
         length = lambda: ACTIVE.get().run.length
         shared = shared_rules(self.decoder, self.context, length) if self.context.size > 1 else nullcontext()
         try:
-            with shared:
+            with shared, attached(self.base):
                 yield
         finally:
             config._attn_implementation = before

@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,11 +58,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class Decisions(Protocol):
+    """What a layer decided discontinuously along the path (expert routing), kept beside its state run by run."""
+
+    flips: int  # decisions that a rerun would have made otherwise
+
+    def export(self, start: int, stop: int) -> dict[str, Tensor]: ...
+
+    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def truncate(self, position: int) -> None: ...
+
+    def nbytes(self) -> int: ...
+
+
 class LayerState(ABC):
     """One layer's state along the current path. One instance per layer of the model."""
 
     run: Run
     device: torch.device | None = None  # where the layer lies; set by `architectures.make_state`
+    routing: Decisions | None = None  # of a layer with experts; set by `architectures.make_state`
+    flips = 0  # of the layer's own decisions (index selection)
 
     def begin(self, run: Run) -> None:
         """Prepare for a run's forward."""
@@ -123,13 +139,22 @@ class Stack:
 
     def add(self, start: int, grad_1KSD: Tensor, cut: int) -> None:
         """Add to the cotangent of the positions from `start` on; none is kept for positions before the run's `cut`."""
+        cotangent = self._cotangent(cut)
+        first = start - self._base
+        cotangent[first : first + grad_1KSD.shape[2]] += grad_1KSD[0].transpose(0, 1)
+
+    def add_at(self, positions_M: Tensor, grad_MD: Tensor, cut: int) -> None:
+        """Add to the cotangent at positions (none before `cut`, each any number of times) of a stack with one key head."""
+        cotangent = self._cotangent(cut)
+        cotangent[:, 0].index_add_(0, positions_M - self._base, grad_MD.to(cotangent.dtype))
+
+    def _cotangent(self, cut: int) -> Tensor:
         assert self.values_PKD is not None
         if self.cotangent_PKD is None or cut < self._base:
             # A lower cut than before means another node in detached mode; what lay above was taken, so nothing is lost.
             self._base = cut
             self.cotangent_PKD = torch.zeros_like(self.values_PKD[cut:], dtype=wide(self.values_PKD.dtype))
-        first = start - self._base
-        self.cotangent_PKD[first : first + grad_1KSD.shape[2]] += grad_1KSD[0].transpose(0, 1)
+        return self.cotangent_PKD
 
     def take(self, start: int, stop: int) -> Tensor | None:
         """The cotangent of [start, stop) as [1, K, S, D], cleared from the stack; None where there is none."""
@@ -255,6 +280,13 @@ class RecurrentState(LayerState):
         leaf = self._read[kind]
         return leaf.expand(self.run.rows, *leaf.shape[1:]) if self.run.rows > 1 else leaf
 
+    # transformers before 5.24 looks at the layer itself.
+    record_past = True
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self._incoming("recurrent")]
+
     def get_conv_state(self) -> Tensor | None:
         return self._incoming("tail")
 
@@ -337,12 +369,35 @@ class StateCache(Cache):  # type: ignore[misc]
 
     def truncate(self, position: int) -> None:
         """Forget what lies at `position` and after it, in every layer."""
-        for layer in self.layers:
-            layer.truncate(position)
+        for part in (*self.layers, *self._routing()):
+            part.truncate(position)
+
+    def export(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
+        """`LayerState.export` of one layer, with its routing."""
+        state = self.layers[layer]
+        return state.export(start, stop) | (state.routing.export(start, stop) if state.routing else {})
+
+    def adopt(self, layer: int, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """`LayerState.adopt` of one layer, with its routing."""
+        state = self.layers[layer]
+        state.adopt(start, stop, tensors)
+        if state.routing:
+            state.routing.adopt(start, stop, tensors)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held by all layers: {"state": ..., "cotangent": ...}."""
-        return _sum_bytes(*(layer.nbytes() for layer in self.layers))
+        recorded = {"state": sum(routing.nbytes() for routing in self._routing())}
+        return _sum_bytes(recorded, *(layer.nbytes() for layer in self.layers))
+
+    def _routing(self) -> list[Decisions]:
+        return [layer.routing for layer in self.layers if layer.routing is not None]
+
+    def flips(self) -> dict[str, int]:
+        """Decisions that reruns would have made otherwise: {"routing": tokens, "selection": queries}, summed over layers."""
+        return {
+            "routing": sum(routing.flips for routing in self._routing()),
+            "selection": sum(layer.flips for layer in self.layers),
+        }
 
     def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
         """Attention of the module's layer; see AttentionState.attend."""
@@ -353,6 +408,10 @@ class StateCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """transformers: a layer stores its chunk's keys and values."""
         return self._layer(layer_idx, "update")(key_states, value_states)  # type: ignore[no-any-return]
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """transformers: an indexer stores its chunk's keys and gets those that it is to score."""
+        return self._layer(layer_idx, "update_indexer")(indexer_key_states)  # type: ignore[no-any-return]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """transformers: a recurrent layer reads its convolution's tail."""

@@ -169,6 +169,7 @@ class Trainer:
             last = first + len(tree.entry_node)
             parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))
             receipt.inputs.update(replay.counts)
+            receipt.flips.update(replay.state.flips())
             for kind, size in replay.state.nbytes().items():
                 receipt.state_bytes[kind] = max(receipt.state_bytes.get(kind, 0), size)
             first = last

@@ -1,0 +1,181 @@
+"""Every architecture's gradient against conventional training, and the decisions that a recomputation must repeat.
+
+The full matrix (architecture x training x chunking x type) is `python benchmarks/exactness.py --record`; here is a part of it
+that takes a minute.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+
+from longstraw_agents.errors import ModelError
+from longstraw_agents.segmenter import segment
+from longstraw_agents.trainer import architectures, comparison, conventional, routing, sparse
+from longstraw_agents.trainer.lifting import lifted
+from longstraw_agents.trainer.replay import Engine, ReplayConfig, TreeReplay
+from tests import models, trees
+
+ONE_CHUNK = 10**6
+
+
+def loss(logp_N: torch.Tensor) -> torch.Tensor:
+    weights_N = torch.linspace(-1.0, 2.0, len(logp_N), dtype=logp_N.dtype)
+    return (weights_N * logp_N).mean() + logp_N.mean().square()
+
+
+def replayed(model: torch.nn.Module, config: ReplayConfig, data: list) -> tuple[TreeReplay, torch.Tensor, dict]:
+    """Our log-probabilities and gradient."""
+    model.zero_grad()
+    replay = Engine(model, config).open(segment(data))
+    logp_N = replay.score().logp.requires_grad_()
+    (c_N,) = torch.autograd.grad(loss(logp_N), logp_N)
+    replay.backward(c_N)
+    return replay, logp_N.detach(), comparison.gradients(model)
+
+
+def expected(model: torch.nn.Module, data: list) -> tuple[torch.Tensor, dict]:
+    model.zero_grad()
+    _, logp_N = conventional.backward(model, data, loss)
+    return logp_N, comparison.gradients(model)
+
+
+@pytest.mark.parametrize(("training", "chunk"), [("full", 33), ("lora", ONE_CHUNK)])
+@pytest.mark.parametrize("name", models.NAMES)
+def test_gradient_equals_conventional_training(name: str, training: str, chunk: int) -> None:
+    model, data = models.build(name, training=training, dtype=torch.float64), trees.unequal_tree()
+    with lifted():
+        logp_N, reference = expected(model, data)
+        replay, ours_N, gradient = replayed(model, ReplayConfig(chunk=chunk), data)
+    assert float((ours_N - logp_N).abs().max()) < 1e-11
+    difference = comparison.compare(gradient, reference)
+    assert difference.worst <= 1e-10, difference.worst_name
+    assert replay.state.flips() == {"routing": 0, "selection": 0}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "glm_moe_dsa"])
+def test_chunks_of_one_token_and_a_prefix_of_one_token(name: str) -> None:
+    draw = np.random.default_rng(3)
+    tokens = draw.integers(0, models.VOCABULARY, (3, 29))
+    tokens[:, 0] = tokens[0, 0]  # all share one token, which is no node; the last two share 27
+    tokens[2, :27] = tokens[1, :27]
+    lengths = (4, 29, 29)
+    data = [trees.trajectory(str(i), row[:n], np.arange(1, n, 2)) for i, (row, n) in enumerate(zip(tokens, lengths, strict=True))]
+    model = models.build(name, dtype=torch.float64)
+    with lifted():
+        logp_N, reference = expected(model, data)
+        _, ours_N, gradient = replayed(model, ReplayConfig(chunk=1, pack=1), data)
+    assert float((ours_N - logp_N).abs().max()) < 1e-11
+    assert comparison.compare(gradient, reference).worst <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_detached_differs_from_exact_and_not_by_chunks(name: str) -> None:
+    model, data = models.build(name, training="lora", dtype=torch.float64), trees.unequal_tree()
+    with lifted():
+        _, reference = expected(model, data)
+        results = [replayed(model, ReplayConfig("detached", chunk=chunk), data)[2] for chunk in (29, ONE_CHUNK)]
+    assert comparison.compare(results[0], results[1]).worst < 1e-10
+    assert comparison.compare(results[0], reference).global_relative > 0.05
+
+
+# -- decisions -----------------------------------------------------------------------------------------------------------
+
+
+def test_recorded_routing_is_used_and_flips_are_counted() -> None:
+    model, data = models.build("qwen3_moe"), trees.unequal_tree()
+    _, _, untouched = replayed(model, ReplayConfig(chunk=40), data)
+    replay = Engine(model, ReplayConfig(chunk=40)).open(segment(data))
+    logp_N = replay.score().logp.requires_grad_()
+    (c_N,) = torch.autograd.grad(loss(logp_N), logp_N)
+    record = replay.state.layers[3].routing  # the last layer: no other router sees the difference
+    record.picks[40][10] = (record.picks[40][10] + 1) % 8  # on the root, which is captured once
+    model.zero_grad()
+    replay.backward(c_N)
+    assert replay.state.flips() == {"routing": 1, "selection": 0}
+    assert comparison.compare(comparison.gradients(model), untouched).global_relative > 1e-4
+
+
+def test_changed_selections_are_counted() -> None:
+    model, data = models.build("glm_moe_dsa"), trees.unequal_tree()
+    replay = Engine(model, ReplayConfig(chunk=40)).open(segment(data))
+    c_N = torch.ones_like(replay.score().logp)
+    layers = replay.state.layers
+    assert [bool(layer._digests) for layer in layers] == [True, False, True, False]  # layers 1 and 3 share
+    layers[2]._digests[40][3:5] += 1
+    replay.backward(c_N)
+    assert replay.state.flips() == {"routing": 0, "selection": 2}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), total=st.integers(1, 40), count=st.integers(1, 12))
+def test_picks_do_not_depend_on_blocks_and_ties_go_to_the_lower_position(data: st.DataObject, total: int, count: int) -> None:
+    scores = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=total, max_size=total)), dtype=torch.float32)
+    borders = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
+    best = None
+    for start, stop in zip(borders, borders[1:], strict=False):
+        best = sparse.best_picks(best, scores[None, None, start:stop], start, count)
+    wanted = sorted(sorted(range(total), key=lambda i: (-float(scores[i]), i))[:count])
+    assert best is not None and best[1].flatten().tolist() == wanted
+    assert best[0].flatten().tolist() == scores[wanted].tolist()
+
+
+def test_tied_scores_select_alike_in_every_chunking() -> None:
+    model, data = models.build("deepseek_v32", dtype=torch.float64), trees.unequal_tree()
+    for indexer in sparse.indexers(model):
+        torch.nn.init.zeros_(indexer.weights_proj.weight)  # every score is zero
+    with lifted():
+        results = [replayed(model, ReplayConfig(chunk=chunk, pack=1), data) for chunk in (31, ONE_CHUNK)]
+    assert float((results[0][1] - results[1][1]).abs().max()) < 1e-11
+    assert comparison.compare(results[0][2], results[1][2]).worst < 1e-10
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model, data = models.build("glm_moe_dsa"), trees.unequal_tree()
+    before, _ = expected(model, data)
+    replayed(model, ReplayConfig(chunk=50), data)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(expected(model, data)[0], before)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_refusals_name_the_cause() -> None:
+    model = models.build("qwen3_moe")
+    model.config.output_router_logits = True
+    with pytest.raises(ModelError, match="load-balancing"):
+        Engine(model)
+    model.config.output_router_logits = False
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ModelError, match="attention_dropout is 0.1"):
+        Engine(model)
+
+    plain = models.build("llama")
+    dropping = get_peft_model(plain, LoraConfig(r=2, lora_dropout=0.3, target_modules=["v_proj"]))
+    with pytest.raises(ModelError, match=r"v_proj.*drops with p = 0.3"):
+        Engine(dropping)
+
+    adapted = get_peft_model(models.build("deepseek_v32"), LoraConfig(r=2, target_modules=["wk"]))
+    with pytest.raises(ModelError, match=r"indexer.wk has an adapter"):
+        Engine(adapted)
+
+    unknown = models.build("qwen3_5")
+    unknown.config.layer_types[0] = "chunked_attention"
+    with pytest.raises(ModelError, match="chunked_attention"):
+        Engine(unknown)
+
+
+def test_a_router_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("qwen3_moe")
+    router = dict(routing.routers(model))[0]
+    monkeypatch.setattr(type(router), "forward", lambda self, hidden: (None, None, None))
+    with pytest.raises(ModelError, match="without a top-k over its experts"):
+        replayed(model, ReplayConfig(), trees.unequal_tree())
+    monkeypatch.setattr(architectures, "routers", lambda model: iter(()))
+    with pytest.raises(ModelError, match="no router"):
+        Engine(model)

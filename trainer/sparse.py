@@ -1,0 +1,268 @@
+"""The state of sparse index attention: latent attention in which each query reads only the keys that an indexer picks.
+
+Idea: DeepSeek Sparse Attention (DeepSeek-V3.2-Exp, 2025) scores all earlier tokens with a small indexer and attends to the best
+k. The indexer runs without autograd, so the gradient is that of the layer at a fixed selection, and index keys carry no
+cotangent. Two things are done here rather than by the model's own eager code, because that holds scores and masks of
+[chunk x everything before it]:
+
+    selection   the model's indexer is called once per block of keys and its scores are merged into a running best k; equal
+                scores go to the lower position, so that a selection is a function of the scores alone
+    attention   the picked latents are gathered, and queries and outputs are moved into the latent space by the
+                up-projection's own matrices (the "absorbed" form of DeepSeek-V2, 2024, section 2.1.2); gradients of gathered
+                latents are added to the cotangents of c and r where they were gathered
+
+Selections of captured spans are checked when they are recomputed: eight bytes per query and index layer hold a digest of the
+picked set, and queries whose set changed are counted (`flips`). Recording the sets themselves would take 4 bytes for each pick,
+8 GiB per index layer at a million tokens and k = 2,048.
+
+Shapes: B rows, S queries, T positions of the chunk, P positions of the path, I index size, H heads, n picks per query,
+R latent rank, D rotary size, N other key size, E value size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from longstraw_agents.errors import ModelError, StaleStateError
+from longstraw_agents.trainer.attention import Spec
+from longstraw_agents.trainer.latent import LatentState, require_latent
+from longstraw_agents.trainer.state import Run, Stack
+
+#: Elements of float held at once: scores of the indexer [B, S, heads, keys], and gathered latents [B, s, n, R].
+_ELEMENTS = 2**27
+
+
+class SparseState(LatentState):
+    """A LatentState with index keys and the digests of captured selections.
+
+    A layer that shares another's selection writes no index keys: its stack stays empty.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.index = Stack(capacity)
+        self.flips = 0
+        self._digests: dict[int, Tensor] = {}
+        self._block: tuple[int, int] | None = None
+        self._own_BTI: Tensor | None = None
+
+    # -- selection ------------------------------------------------------------------------------------------------------
+
+    def update_indexer(self, k_BTI: Tensor) -> Tensor:
+        """The indexer gives the chunk's index keys and gets those that it is to score: a block of the prefix, or its own."""
+        if self._block is None:
+            self._own_BTI = k_BTI
+            if self.run.writes:
+                self.index.write(self.run.start, k_BTI[:, None])
+            return k_BTI
+        return self.index.read(*self._block)[0].expand(k_BTI.shape[0], -1, -1)
+
+    def select(self, indexer: Any, score: Callable[[], Tensor]) -> Tensor:
+        """Positions picked for each of the run's queries, [B, T, n] int32 ascending, -1 where fewer than n can be seen.
+
+        `score()` gives the indexer's scores [B, T, keys] over the keys that `update_indexer` hands it.
+        """
+        run = self.run
+        step = max(1, _ELEMENTS // (run.rows * run.length * indexer.n_heads))
+        best: tuple[Tensor, Tensor] | None = None
+        for start in range(0, run.start, step):
+            stop = min(run.start, start + step)
+            self._block = (start, stop)
+            best = best_picks(best, score(), start, indexer.index_topk)
+        self._block = None
+        own = score()
+        later = torch.ones(own.shape[-2:], dtype=torch.bool, device=own.device).triu(1)
+        best = best_picks(best, own.masked_fill(later, float("-inf")), run.start, indexer.index_topk)
+        picks = best[1].masked_fill(best[0] == float("-inf"), -1)
+        self._check(picks)
+        return picks.to(torch.int32)
+
+    def _check(self, picks_BTn: Tensor) -> None:
+        run = self.run
+        if run.rows != 1:
+            return
+        digest_T = _digest(picks_BTn[0])
+        if run.writes:
+            self._digests[run.start] = digest_T
+        elif run.gradient and len(before := self._digests.get(run.start, ())) == run.length:
+            self.flips += int((before != digest_T).sum())
+
+    # -- attention ------------------------------------------------------------------------------------------------------
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        """out_BHTE over the picked positions. k and v, the chunk's own up-projected keys and values, are not read."""
+        require_latent(module)
+        if spec.picks is None or self._own is None or spec.softcap is not None or spec.window is not None:
+            raise ModelError(f"layer {type(module).__name__} attends without a selection, a window or a cap unknown here")
+        c_BTR, r_BTD = (own[:, 0] for own in self._own)
+        picks = spec.picks.long()
+        piece = max(1, _ELEMENTS // (q.shape[0] * picks.shape[-1] * (c_BTR.shape[-1] + r_BTD.shape[-1])))
+        key_RHN, value_RHE = up_projection(module)
+        out = []
+        for first in range(0, q.shape[2], piece):
+            queries = slice(first, first + piece)
+            arguments = (q[:, :, queries], picks[:, queries], c_BTR, r_BTD, key_RHN, value_RHE, spec.scale)
+            if torch.is_grad_enabled():
+                part = checkpoint(self._piece, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                part = self._piece(*arguments)
+            out.append(part)
+        return torch.cat(out, dim=2)
+
+    def _piece(
+        self, q: Tensor, picks_BSn: Tensor, c_BTR: Tensor, r_BTD: Tensor, key_RHN: Tensor, value_RHE: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of some queries [B, H, S, N + D] over their picks."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        c_BSnR = _Gather.apply(c_BTR, picks_BSn, self.keys, self.run)  # type: ignore[no-untyped-call]
+        r_BSnD = _Gather.apply(r_BTD, picks_BSn, self.values, self.run)  # type: ignore[no-untyped-call]
+        q_BHSN, q_BHSD = q.split([key_RHN.shape[-1], r_BTD.shape[-1]], dim=-1)
+        q_BSHR = torch.einsum("bhsn,rhn->bshr", q_BHSN, key_RHN)
+        scores = q_BSHR @ c_BSnR.transpose(-1, -2) + q_BHSD.transpose(1, 2) @ r_BSnD.transpose(-1, -2)
+        scores = (scores.to(wide) * scale).masked_fill(picks_BSn[:, :, None] < 0, float("-inf"))
+        out_BSHR = torch.softmax(scores, -1).to(q.dtype) @ c_BSnR
+        return torch.einsum("bshr,rhe->bhse", out_BSHR, value_RHE)
+
+    def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        tensors = super().export(start, stop)
+        if self.index.values_PKD is not None:
+            tensors |= {"index": self.index.read(start, stop), "digest": self._digests[start]}
+        return tensors
+
+    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        super().adopt(start, stop, tensors)
+        if "index" in tensors:
+            self.index.write(start, tensors["index"], self.device)
+            self._digests[start] = tensors["digest"].to(self.device)
+
+    def truncate(self, position: int) -> None:
+        super().truncate(position)
+        self._digests = {start: digest for start, digest in self._digests.items() if start < position}
+
+    def nbytes(self) -> dict[str, int]:
+        held = super().nbytes()
+        held["state"] += self.index.nbytes()["state"] + sum(digest.nbytes for digest in self._digests.values())
+        return held
+
+
+def _digest(picks_Tn: Tensor) -> Tensor:
+    """A digest [T] int64 of each query's picked set, whatever its order."""
+    x = (picks_Tn.long() + 2) * -7046029254386353131
+    x = (x ^ (x >> 29)) * -4658895280553007687
+    return (x ^ (x >> 32)).sum(-1)
+
+
+def best_picks(best: tuple[Tensor, Tensor] | None, scores_BSk: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Merge scores of the positions from `start` on into a running best `count`: (scores, positions), positions ascending.
+
+    Of equal scores the lower positions win, as if all were scored at once.
+    """
+    positions = torch.arange(start, start + scores_BSk.shape[-1], device=scores_BSk.device).expand_as(scores_BSk)
+    if best is not None:
+        scores_BSk, positions = torch.cat([best[0], scores_BSk], -1), torch.cat([best[1], positions], -1)
+    total = scores_BSk.shape[-1]
+    if total <= count:
+        return scores_BSk, positions
+    least = scores_BSk.topk(count, dim=-1).values[..., -1:]
+    above, equal = scores_BSk > least, scores_BSk == least
+    kept = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    # Exactly `count` are kept in each row; ranks fall with the position, so the largest ranks come out in ascending order.
+    rank = torch.where(kept, total - torch.arange(total, device=kept.device), 0)
+    chosen = rank.topk(count, dim=-1, sorted=True).indices
+    return scores_BSk.gather(-1, chosen), positions.gather(-1, chosen)
+
+
+def up_projection(module: Any) -> tuple[Tensor, Tensor]:
+    """The matrices that make keys [R, H, N] and values [R, H, E] of a latent, under autograd.
+
+    They are read by up-projecting the unit vectors, so adapters on the layer are in them.
+    """
+    like = next(module.kv_b_proj.parameters())
+    unit_RR = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
+    both = module.kv_b_proj(unit_RR).view(module.kv_lora_rank, -1, module.qk_nope_head_dim + module.v_head_dim)
+    return both.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)  # type: ignore[no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a latent at picked positions, [B, S, n, R]: from the stack before the run's start, else from the run's own.
+
+    The backward pass adds the stack's share to its cotangent and returns the run's own share.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own_BTR: Tensor, picks_BSn: Tensor, stack: Stack, run: Run) -> Tensor:
+        ctx.save_for_backward(picks_BSn)
+        ctx.stack, ctx.run, ctx.own_shape = stack, run, own_BTR.shape
+        rows = torch.arange(own_BTR.shape[0], device=own_BTR.device)[:, None, None]
+        own = own_BTR[rows, (picks_BSn - run.start).clamp(min=0)]
+        if run.start == 0:
+            return own
+        if stack.values_PKD is None:
+            raise StaleStateError(f"positions 0 to {run.start} were read before anything was captured")
+        before = stack.values_PKD[picks_BSn.clamp(0, run.start - 1), 0]
+        return torch.where((picks_BSn >= run.start)[..., None], own, before)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSnR: Tensor) -> tuple[Tensor, None, None, None]:
+        (picks,) = ctx.saved_tensors
+        run: Run = ctx.run
+        B, T, R = ctx.own_shape
+        wide = torch.promote_types(grad_BSnR.dtype, torch.float32)
+        inside = picks >= run.start
+        rows = torch.arange(B, device=picks.device)[:, None, None]
+        slots = (rows * T + picks - run.start)[inside]
+        own = torch.zeros(B * T, R, dtype=wide, device=picks.device).index_add_(0, slots, grad_BSnR[inside].to(wide))
+        before = (picks >= run.cut) & (picks >= 0) & ~inside
+        if run.start > run.cut:
+            ctx.stack.add_at(picks[before], grad_BSnR[before], run.cut)
+        return own.view(B, T, R).to(grad_BSnR.dtype), None, None, None
+
+
+class _Scores(TorchFunctionMode):
+    """Catches the scores that an indexer hands to its top-k, and spares the top-k."""
+
+    scores: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.topk, torch.topk):
+            self.scores = args[0]
+            return torch.return_types.topk((args[0][..., :1], torch.zeros_like(args[0][..., :1], dtype=torch.int64)))
+        return func(*args, **(kwargs or {}))
+
+
+def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Tensor]:
+    """A forward for an indexer module that selects block by block; `state_of(layer)` gives the run's state."""
+    forward = indexer.forward
+    signature = inspect.signature(forward)
+
+    def select(*args: Any, **kwargs: Any) -> Tensor:
+        call = signature.bind(*args, **kwargs)
+        hidden = call.arguments["hidden_states"]
+        call.arguments["attention_mask"] = torch.ones(1, 1, 1, dtype=torch.bool, device=hidden.device)  # causality is ours
+
+        def score() -> Tensor:
+            with torch.no_grad(), _Scores() as seen:
+                forward(*call.args, **call.kwargs)
+            if seen.scores is None:
+                raise ModelError(f"{type(indexer).__name__} selects without a top-k of its scores; no exact replay is known")
+            return seen.scores
+
+        return state_of(indexer.layer_idx).select(indexer, score)  # type: ignore[no-any-return]
+
+    return select
+
+
+def indexers(model: nn.Module) -> Iterator[nn.Module]:
+    """The indexer modules of a model."""
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] == "indexer" and hasattr(module, "index_topk"):
+            yield module
