@@ -91,8 +91,10 @@ class SparseState(LatentState):
         digest_T = _digest(picks_BTn[0])
         if run.writes:
             self._digests[run.start] = digest_T
-        elif run.gradient and len(before := self._digests.get(run.start, ())) == run.length:
-            self.flips += int((before != digest_T).sum())
+        elif run.gradient:
+            before = self._digests.get(run.start)
+            if before is not None and len(before) == run.length:
+                self.flips += int((before != digest_T).sum())
 
     # -- attention ------------------------------------------------------------------------------------------------------
 

@@ -369,8 +369,10 @@ class StateCache(Cache):  # type: ignore[misc]
 
     def truncate(self, position: int) -> None:
         """Forget what lies at `position` and after it, in every layer."""
-        for part in (*self.layers, *self._routing()):
-            part.truncate(position)
+        for layer in self.layers:
+            layer.truncate(position)
+        for routing in self._routing():
+            routing.truncate(position)
 
     def export(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
         """`LayerState.export` of one layer, with its routing."""
@@ -401,7 +403,7 @@ class StateCache(Cache):  # type: ignore[misc]
 
     def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
         """Attention of the module's layer; see AttentionState.attend."""
-        return self._layer(module.layer_idx, "attend")(module, q, k, v, spec)  # type: ignore[no-any-return]
+        return self._layer(module.layer_idx, "attend")(module, q, k, v, spec)  # type: ignore[no-any-return,arg-type]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
