@@ -25,20 +25,25 @@ import longstraw_agents.envs  # noqa: F401  registers the built-in environments
 from longstraw_agents import config as toml
 from longstraw_agents.checkpoints import check_step, prune, step_folder, write_step
 from longstraw_agents.collection import CollectConfig, Progress, collect
+from longstraw_agents.episodes import make_registered
 from longstraw_agents.errors import ConfigError, StoreError
 from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks, outcomes, task_seed
+from longstraw_agents.guards import Guards, behaviour_report, best, breaches, out_of_patience
 from longstraw_agents.phases import Phases
 from longstraw_agents.policies.local import LocalPolicy
 from longstraw_agents.rendering import ChatML
 from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
 from longstraw_agents.terminal import Terminal, sparkline
+from longstraw_agents.trainer.imitation import imitate
+from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.models import ModelConfig, load_model
 from longstraw_agents.trainer.update import Credit, Trainer, TrainerConfig
-from longstraw_agents.types import FAILED, Task
+from longstraw_agents.types import FAILED, Group, Task
+from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
 
 #: What may differ between a run's stored configuration and the one it goes on with.
-MAY_CHANGE = ("run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.")
+MAY_CHANGE = ("run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.")
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,8 @@ class TaskSettings:
     samples: int = 8
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or self.samples < 2:
-            raise ConfigError(
-                f"groups is {self.groups} and samples {self.samples}; give at least 1 group of at least 2 trajectories"
-            )
+        if self.groups < 1 or self.samples < 1:
+            raise ConfigError(f"groups is {self.groups} and samples {self.samples}; give at least 1 of each")
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,17 @@ class RunConfig:
     collect: CollectConfig = field(default_factory=CollectConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
+        if self.tasks.samples < 2 and self.trainer.advantage.credit != "chain":
+            raise ConfigError(
+                f"samples is {self.tasks.samples}, but credit {self.trainer.advantage.credit!r} compares at least 2 trajectories "
+                "of a task; give more, or set trainer.advantage.credit to 'chain'"
+            )
+        if self.guards.patience and not self.run.evaluate_every:
+            raise ConfigError(f"guards.patience is {self.guards.patience}, but run.evaluate_every is 0; set it to at least 1")
         sampled, trained = self.collect.sampling.temperature, self.trainer.replay.temperature
         if sampled != trained:
             raise ConfigError(
@@ -119,7 +131,7 @@ class Loop:
             self.model, tokenizer = load_model(config.model)
             self.trainer = Trainer(self.model, config.trainer, credit=credit)
             self._restore()
-        self.renderer = ChatML(tokenizer)
+        self.tokenizer, self.renderer = tokenizer, ChatML(tokenizer)
         self.policy = LocalPolicy(self.model, self.renderer.stop_ids, version=self.trainer.version)
 
     def __enter__(self) -> Loop:
@@ -151,21 +163,43 @@ class Loop:
         return [Task(settings.env, seed, "train", dict(settings.options)) for seed in seeds]
 
     def run(self) -> dict[str, Any]:
-        """All updates that are left, with evaluations; returns the report."""
+        """All updates that are left, with evaluations, or fewer where a guard stops; returns the report."""
         every = self.config.run.evaluate_every
         self.evaluate("before")
-        while self.done < self.config.run.updates:
+        while self.done < self.config.run.updates and not self.stops():
             self.collect()
             self.train()
             if every and self.done % every == 0 and self.done < self.config.run.updates:
                 self.evaluate(f"update {self.done}")
+        for reason in self.stops():
+            self.terminal.say(f"stopped after update {self.done}: {reason}")
         self.evaluate("after")
         return self.report()
+
+    def stops(self) -> list[str]:
+        """Why no further update is made, as the store shows it; empty where nothing speaks against one."""
+        step, guards = self.store.latest_step(self.run_id), self.config.guards
+        reasons = [] if step is None else breaches(step.receipt, guards)
+        if out_of_patience([success for _, _, success in self._scored()], guards):
+            reasons.append(f"{guards.patience} evaluations brought no better success")
+        return reasons
+
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation with the highest success so far, and the step that it is of (0: the run's beginning)."""
+        scored = self._scored()
+        if not scored:
+            return None
+        name, version, success = scored[best([success for _, _, success in scored])]
+        step = next((row.step for row in self.store.steps(self.run_id) if row.last_version == version), 0)
+        folder = str(step_folder(self.steps, step)) if step else None
+        return {"evaluation": name, "success": success, "step": step, "folder": folder}
 
     def collect(self) -> list[str]:
         """Collect the next update's groups, or what is missing of them; returns their ids."""
         update = self.done + 1
         with self.phases("collect"):
+            if self._imitates(update) and self.config.warm_start.source != "samples":
+                return self._demonstrate(update)
             return self._collect(self.tasks(update), self.config.tasks.samples, "train", f"update {update}", self.config.run.seed)
 
     def train(self) -> dict[str, Any]:
@@ -173,15 +207,15 @@ class Loop:
 
         Raises StoreError where there is no such group. A failed update changes neither store nor weights.
         """
-        update = self.done + 1
-        rows = self.store.groups(self.run_id, purpose="train", complete=True, unused=True)
-        if not rows:
+        update, imported = self.done + 1, self._imports(self.done + 1)
+        rows = [] if imported else self.store.groups(self.run_id, purpose="train", complete=True, unused=True)
+        if not rows and not imported:
             raise StoreError(f"run {self.config.run.name} has no complete group that is unused; collect first: longstraw collect")
         with self.phases("read"):
-            groups = [self.store.load_group(row.group_id) for row in rows]
+            groups = imported or [self.store.load_group(row.group_id) for row in rows]
         with self.phases("train"):
-            receipt = self.trainer.update(groups).to_dict()
-        receipt["collected"] = self.collected([row.group_id for row in rows])
+            receipt = self._update(update, groups)
+        receipt["collected"] = self.collected([row.group_id for row in rows]) | behaviour_report(groups)
         with self.phases("commit"):
             files = write_step(self.steps, update, lambda folder: self._save(folder, receipt))
             self.store.commit_step(
@@ -193,7 +227,8 @@ class Loop:
                 files=files,
                 receipt=receipt,
             )
-            prune(self.steps, keep=range(update - self.config.run.keep + 1, update + 1))
+            best_step = (self.best() or {"step": 0})["step"]
+            prune(self.steps, keep={*range(update - self.config.run.keep + 1, update + 1), best_step})
         self.policy.refresh(self.trainer.version)
         self.terminal.row(update_row(update, receipt))
         return receipt
@@ -229,6 +264,9 @@ class Loop:
         """What some groups hold: for the curves, the table and the receipt."""
         rows = [row for group_id in group_ids for row in self.store.trajectories(group_id)]
         rewards = [row.reward for row in rows if row.reward is not None]
+        parts: Counter[str] = Counter()
+        for row in rows:
+            parts.update(row.reward_parts)
         return {
             "episodes": len(rows),
             "failed": sum(row.stop_reason in FAILED for row in rows),
@@ -236,6 +274,7 @@ class Loop:
             "success": sum(bool(row.success) for row in rows) / max(len(rows), 1),
             "tokens": sum(row.length for row in rows),
             "stop_reasons": dict(Counter(str(row.stop_reason) for row in rows)),
+            "reward_parts": {name: value / max(len(rewards), 1) for name, value in sorted(parts.items())},
         }
 
     def report(self) -> dict[str, Any]:
@@ -251,6 +290,8 @@ class Loop:
                 update_row(step.step, step.receipt) | {"phases": step.receipt["phases"]} for step in self.store.steps(self.run_id)
             ],
             "evaluations": evaluations,
+            "best": self.best(),
+            "stopped": self.stops(),
             "phases": self.phases.as_dict(),
             "sampler": asdict(self.policy.counters),
         }
@@ -297,11 +338,48 @@ class Loop:
         self.trainer.save(folder)
         (folder / "receipt.json").write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
 
+    def _scored(self) -> list[tuple[str, int, float]]:
+        """(name, policy version, success) of the run's own evaluations, in order; sampled success where there is one."""
+        rows = [row for row in self.store.evaluations(self.run_id) if row.name in ("before", "after") or _is_update(row.name)]
+        modes = [row.metrics.get("sampled") or row.metrics["greedy"] for row in rows]
+        return [(row.name, row.policy_version, mode["score"]["success"]) for row, mode in zip(rows, modes, strict=True)]
+
+    def _imitates(self, update: int) -> bool:
+        return update <= self.config.warm_start.updates
+
+    def _imports(self, update: int) -> list[Group]:
+        """Groups of another store, where the update imitates such."""
+        settings = self.config.warm_start
+        if not self._imitates(update) or settings.source != "store":
+            return []
+        return stored_groups(settings, update, self.config.tasks.groups)
+
+    def _update(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        """The trainer's update with the run's own loss, or with the supervised one in a warm start; its receipt."""
+        loss, credit = self.trainer.loss, self.trainer.credit
+        if self._imitates(update):
+            self.trainer.loss = LossConfig("supervised")
+            self.trainer.credit = lambda given: imitate(given, self.config.warm_start.minimum_reward)
+        try:
+            return self.trainer.update(groups).to_dict()
+        finally:
+            self.trainer.loss, self.trainer.credit = loss, credit
+
+    def _demonstrate(self, update: int) -> list[str]:
+        """Demonstrations of the environment's solver, one for each of the update's tasks; none where they are imported."""
+        if self.config.warm_start.source == "store":
+            return []
+        (stop_id,) = self.renderer.stop_ids
+        shown = Demonstrator(self.tokenizer, stop_id, version=self.trainer.version)
+        label = f"update {update}, demonstrations"
+        return self._collect(self.tasks(update), 1, "train", label, self.config.run.seed, demonstrator=shown)
+
     def _collect(
-        self, tasks: Sequence[Task], size: int, purpose: str, label: str, seed: int, greedy: bool = False
-    ) -> list[str]:
+        self, tasks: Sequence[Task], size: int, purpose: str, label: str, seed: int, greedy: bool = False,
+        demonstrator: Demonstrator | None = None,
+    ) -> list[str]:  # fmt: skip
         """One group of `size` finished episodes per task; their ids in the tasks' order."""
-        config = self.config.collect
+        config = self.config.collect if demonstrator is None else replace(self.config.collect, concurrency=1)
         if greedy:
             config = replace(config, sampling=replace(config.sampling, temperature=0.0))
         line = self.terminal.progress(label, len(tasks) * size, "episodes")
@@ -314,13 +392,18 @@ class Loop:
         try:
             result = asyncio.run(
                 collect(
-                    self.store, self.policy, self.renderer, tasks, config,
+                    self.store, demonstrator or self.policy, self.renderer, tasks, config,
                     run_id=self.run_id, group_size=size, purpose=purpose, seed=seed, progress=progress,
+                    make=make_registered if demonstrator is None else demonstrator.make,
                 )
             )  # fmt: skip
         finally:
             line.close()
         return [group_id for group_id in result.group_ids if group_id is not None]
+
+
+def _is_update(name: str) -> bool:
+    return name.startswith("update ") and name.removeprefix("update ").isdigit()
 
 
 def update_row(step: int, receipt: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,4 +127,4 @@ def _student(freedom: int) -> float:
         return table[freedom - 1]
     z, n = 1.959964, freedom
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / n**power for power, term in enumerate(terms, start=1))
+    return z + math.fsum(term / n**power for power, term in enumerate(terms, start=1))

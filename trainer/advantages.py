@@ -44,6 +44,8 @@ class Reason(StrEnum):
     ONE_EPISODE = "fewer than two episodes to compare"
     EQUAL_REWARDS = "equal rewards"
     ALL_MASKED = "every trajectory is masked"
+    LOW_REWARD = "its reward is below the one that is imitated"
+    NOTHING_TO_IMITATE = "no trajectory good enough to imitate"
 
 
 @dataclass(frozen=True, eq=False)
