@@ -61,11 +61,16 @@ class PostgreSQL:
             os.kill(process, signal.SIGKILL)
 
     def url(self, name: str) -> str:
-        """Makes an empty database."""
+        """An empty database of this name; one that is there is emptied, which takes a fraction of the time of a new one."""
         import psycopg
 
-        with psycopg.connect(host="127.0.0.1", port=self.port, user="postgres", autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')
+        place = {"host": "127.0.0.1", "port": self.port, "user": "postgres", "autocommit": True}
+        with psycopg.connect(**place) as connection:
+            if not connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone():
+                connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')
+        with psycopg.connect(**place, dbname=name) as connection:
+            connection.execute("DROP SCHEMA public CASCADE")
+            connection.execute("CREATE SCHEMA public")
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
     def close(self) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_server import PostgreSQL, binaries
+from store_made import TASK, assert_same_turn, begin, make_turn, tokens_of, write
 
 from longstraw_agents.errors import (
     ConfigError,
@@ -23,67 +21,6 @@ from longstraw_agents.errors import (
 )
 from longstraw_agents.storage import Store, StoreConfig
 from longstraw_agents.types import StopReason, Task, ToolCall, Turn
-
-TASK = Task("longstraw/Lookup-v0", 7, "train", {"rows": 3})
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[PostgreSQL]:
-    if binaries() is None:
-        pytest.skip("PostgreSQL's server programs are not installed")
-    pytest.importorskip("psycopg", reason="psycopg is not installed")
-    server = PostgreSQL()
-    yield server
-    server.close()
-
-
-_names = itertools.count()
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])
-def url(request: pytest.FixtureRequest, tmp_path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "store.sqlite")
-    return request.getfixturevalue("server").url(f"store{next(_names)}")
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with Store.open(url) as store:
-        yield store
-
-
-def make_turn(seed: int, observation: int = 30, action: int = 10, **rest) -> Turn:
-    random = np.random.default_rng(seed)
-    ids = random.integers(0, 49152, observation + action).astype(np.int32)
-    logp = -random.random(action).astype(np.float32)
-    return Turn(ids[:observation], ids[observation:], logp, **{"policy_version": seed % 3, "reward": seed / 7, **rest})
-
-
-def tokens_of(turns: list[Turn]) -> np.ndarray:
-    return np.concatenate([part for turn in turns for part in (turn.observation, turn.action)] or [np.zeros(0, np.int32)])
-
-
-def begin(store: Store, size: int = 4) -> tuple[str, str]:
-    run = store.create_run("run", {"learning_rate": 3e-4})
-    return run, store.add_group(run, TASK, size)
-
-
-def write(store: Store, group: str, member: int, turns: list[Turn], reward: float | None = 1.0) -> str:
-    trajectory = store.add_trajectory(group, member)
-    for index, turn in enumerate(turns):
-        store.append_turn(trajectory, index, turn)
-    store.finish_trajectory(trajectory, StopReason.ANSWERED, reward, {})
-    return trajectory
-
-
-def assert_same_turn(left: Turn, right: Turn) -> None:
-    for name in ("observation", "action", "behaviour"):
-        assert np.array_equal(getattr(left, name), getattr(right, name)), name
-    for name in ("policy_version", "reward", "observation_source"):
-        assert getattr(left, name) == getattr(right, name), name
-    assert dict(left.reward_parts) == dict(right.reward_parts)
-    assert list(left.tool_calls) == list(right.tool_calls)
 
 
 def test_a_trajectory_comes_back_as_it_was(store: Store) -> None:
@@ -294,12 +231,12 @@ def test_any_text_survives(store: Store, name: str, value: str) -> None:
     assert (turn.tool_calls[0], turn.observation_source) == (call, source)
 
 
-def test_the_store_outlives_its_process(url: str) -> None:
-    with Store.open(url) as store:
+def test_the_store_outlives_its_process(store_url: str) -> None:
+    with Store.open(store_url) as store:
         run, group = begin(store)
         trajectory = write(store, group, 0, [make_turn(0)])
         loaded = store.load_trajectory(trajectory)
-    with Store.open(url, create=False) as store:
+    with Store.open(store_url, create=False) as store:
         assert [r.run_id for r in store.runs()] == [run]
         assert np.array_equal(store.load_trajectory(trajectory).tokens, loaded.tokens)
 
@@ -347,25 +284,26 @@ def test_a_newer_or_foreign_schema_is_refused(tmp_path) -> None:
         Store.open("nosuchdatabase://x/y")
 
 
-def test_a_quota_is_a_clear_error(url: str) -> None:
-    with Store.open(url) as store:
+def test_a_quota_is_a_clear_error(store_url: str) -> None:
+    with Store.open(store_url) as store:
         _, group = begin(store)
         trajectory = store.add_trajectory(group, 0)
         size = store.stats().size_bytes
-    with Store.open(url, config=StoreConfig(quota_bytes=size + 2_000_000)) as store, pytest.raises(StoreFullError, match="quota"):
+    small = StoreConfig(quota_bytes=size + 2_000_000)
+    with Store.open(store_url, config=small) as store, pytest.raises(StoreFullError, match="quota"):
         for index in range(200):
             store.append_turn(trajectory, index, make_turn(index, 20000, 0))
-    with Store.open(url) as store:
+    with Store.open(store_url) as store:
         assert store.trajectory(trajectory).turns == index
         assert len(store.turns(trajectory)) == index
 
 
-def test_the_models_are_what_the_migrations_make(url: str) -> None:
+def test_the_models_are_what_the_migrations_make(store_url: str) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 
     from longstraw_agents.storage.schema import Base
 
-    with Store.open(url) as store, store.database.engine.connect() as connection:
+    with Store.open(store_url) as store, store.database.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": False})
         assert compare_metadata(context, Base.metadata) == []

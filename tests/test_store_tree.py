@@ -15,12 +15,6 @@ from longstraw_agents.store_tree import TreeConfig, stored_tree, trees
 from longstraw_agents.types import StopReason, Task, Turn
 
 
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(str(tmp_path / "store.sqlite")) as store:
-        yield store
-
-
 def write(store: Store, group: str, member: int, tokens: np.ndarray, borders: list[int]) -> str:
     """A trajectory of `tokens`, cut into turns at `borders`; the last third of each turn is the action."""
     trajectory = store.add_trajectory(group, member)
@@ -110,6 +104,9 @@ def test_a_damaged_chain_digest_is_noticed(store: Store) -> None:
     tokens = np.arange(5000, dtype=np.int32)
     names = [write(store, group, member, tokens, [1000 + member]) for member in range(2)]
     with store.database.engine.begin() as connection:
-        connection.execute(text("UPDATE spans SET marks = zeroblob(length(marks)) WHERE branch_id = 1 AND marks IS NOT NULL"))
+        marked = text("SELECT start, length(marks) FROM spans WHERE branch_id = 1 AND marks IS NOT NULL")
+        for start, length in connection.execute(marked).all():
+            change = text("UPDATE spans SET marks = :zeros WHERE branch_id = 1 AND start = :start")
+            connection.execute(change, {"zeros": bytes(length), "start": start})
     with pytest.raises(CorruptionError, match="not the same chain digest"):
         stored_tree(store, names)

@@ -1,0 +1,167 @@
+"""Check, collect, copy and migrate a store, by the functions and by `longstraw db`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from sqlalchemy import text
+from store_made import TASK, begin, make_turn, tokens_of, write
+
+from longstraw_agents.cli import main
+from longstraw_agents.errors import CorruptionError, SchemaError, StoreError
+from longstraw_agents.storage import Store, admin
+from longstraw_agents.types import StopReason, ToolCall
+
+
+def fill(store: Store) -> str:
+    """A run with shared history, tool calls, a step, an evaluation and an open trajectory; its group."""
+    run, group = begin(store, size=3)
+    calls = [ToolCall("search", {"q": 1}, "found")]
+    turns = [make_turn(0, 3000, 1500), make_turn(1, tool_calls=calls, observation_source=b"\xff"), make_turn(2)]
+    write(store, group, 0, turns)
+    write(store, group, 1, [*turns[:2], make_turn(3, 9000, 1)])
+    write(store, group, 2, [make_turn(4)], reward=None)
+    store.commit_step(run, step=0, first_version=0, last_version=1, group_ids=[group], files={}, receipt={"loss": 0.5})
+    store.add_evaluation(run, "heldout", 1, {"success": 1.0})
+    store.add_trajectory(store.add_group(run, TASK, 1), 0)
+    return group
+
+
+def damage(store: Store, statement: str) -> None:
+    with store.database.engine.begin() as connection:
+        assert connection.execute(text(statement)).rowcount >= 1
+
+
+def test_a_sound_store_has_no_problems(store: Store) -> None:
+    fill(store)
+    assert admin.check(store) == []
+
+
+DAMAGE = {
+    "reward": ("UPDATE trajectories SET reward = 0.5 WHERE id = 1", "trajectories"),
+    "turn reward": ("UPDATE turns SET reward = 9.0 WHERE turn = 1 AND branch_id = 1", "t1, turn 1"),
+    "blob missing": (
+        "DELETE FROM blobs WHERE digest = (SELECT tokens FROM spans WHERE branch_id = 1 AND start = 3000)",
+        "t1, turn 0",
+    ),
+    "span missing": ("DELETE FROM spans WHERE branch_id = 1 AND start = 3000", "t1, turn 0"),
+    "turn missing": ("DELETE FROM turns WHERE branch_id = 1 AND turn = 2", "t1, turn 2"),
+    "chain": ("UPDATE turns SET chain = digest WHERE branch_id = 1 AND turn = 2", "t1, turn 2"),
+    "marks": ("UPDATE spans SET marks = tokens WHERE branch_id = 1 AND start = 3000", "marks"),
+    "behaviour": ("UPDATE spans SET behaviour = NULL WHERE branch_id = 1 AND start = 3000", "t1, turn 0"),
+    "call": ("DELETE FROM tool_calls", "t1, turn 1"),
+    "source": ("DELETE FROM blobs WHERE digest = (SELECT source FROM turns WHERE source IS NOT NULL)", "t1, turn 1"),
+    "receipt": ("UPDATE steps SET receipt = '{}'", "steps"),
+    "step group": ("DELETE FROM step_groups", "run r1"),
+    "group size": ("UPDATE groups SET size = 4 WHERE id = 1", "groups"),
+    "trajectory missing": ("DELETE FROM trajectories WHERE id = 3", "group g1"),
+    "task": ("UPDATE tasks SET seed = 8", "task 1"),
+    "evaluation": ("UPDATE evaluations SET policy_version = 2", "evaluations"),
+    "config": ("UPDATE runs SET config = '{'", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_and_named(store: Store, kind: str) -> None:
+    fill(store)
+    statement, place = DAMAGE[kind]
+    damage(store, statement)
+    problems = [f"{problem.where}: {problem.what}" for problem in admin.check(store)]
+    assert any(place in problem for problem in problems), problems
+
+
+def test_what_is_not_damaged_stays_usable(store: Store) -> None:
+    group = fill(store)
+    damage(store, "DELETE FROM blobs WHERE digest = (SELECT tokens FROM spans WHERE branch_id = 2 AND start = 4540)")
+    with pytest.raises(CorruptionError, match="trajectory t2, turn 2"):
+        store.load_trajectory("t2")
+    with pytest.raises(CorruptionError, match="t2"):
+        store.load_group(group)
+    assert len(store.load_trajectory("t1").tokens) == 4580
+    assert np.array_equal(store.read_tokens("t2", 0, 4540), store.read_tokens("t1", 0, 4540))
+
+
+def test_gc_takes_only_what_nothing_needs(store: Store) -> None:
+    run, group = begin(store)
+    write(store, group, 0, [make_turn(0), make_turn(1, tool_calls=[ToolCall("a", {})], observation_source=b"x")])
+    other, other_group = begin(store)
+    kept = write(store, other_group, 0, [make_turn(0)])
+    assert admin.gc(store).blobs == 0
+    store.delete_run(run)
+    assert admin.gc(store, compact=True).blobs == 5, "ids twice, log-probabilities, source and call of the second turn"
+    assert np.array_equal(store.load_trajectory(kept).tokens, tokens_of([make_turn(0)]))
+    assert admin.check(store) == []
+
+
+def test_a_copy_is_the_same_store(store_url: str, tmp_path) -> None:
+    """To the other database and back."""
+    first, back = str(tmp_path / "first.sqlite"), str(tmp_path / "back.sqlite")
+    with Store.open(first) as store:
+        group = fill(store)
+    counts = admin.copy(first, store_url)
+    assert counts == admin.copy(store_url, back) and counts["trajectories"] == 4
+    for place in (store_url, back):
+        with Store.open(first) as a, Store.open(place) as b:
+            assert admin.check(b) == []
+            assert (a.runs(), a.groups("r1"), a.steps("r1"), a.evaluations("r1")) == (
+                b.runs(),
+                b.groups("r1"),
+                b.steps("r1"),
+                b.evaluations("r1"),
+            )
+            for one, other in zip(a.load_group(group).trajectories, b.load_group(group).trajectories, strict=True):
+                assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.behaviour, other.behaviour, equal_nan=True)
+            assert begin(b)[0] == "r2", "new ids come after the copied ones"
+    with pytest.raises(StoreError, match="not empty"):
+        admin.copy(first, back)
+
+
+def test_the_commands(tmp_path) -> None:
+    path, target, report = (str(tmp_path / name) for name in ("store.sqlite", "copy.sqlite", "report.json"))
+    with Store.open(path) as store:
+        fill(store)
+
+    def run(*arguments: str, status: int = 0) -> dict:
+        result = CliRunner().invoke(main, ["db", *arguments, "--json", report])
+        assert result.exit_code == status, result.output
+        return json.loads(open(report).read())
+
+    assert run("upgrade", path)["after"] == "0001"
+    assert run("check", path) == {"problems": []}
+    assert run("stats", path)["trajectories"] == 4
+    assert run("copy", path, target)["turns"] == 5
+    assert run("gc", target, "--compact", "--delete-run", "r1")["blobs"] > 5
+    with Store.open(path) as store:
+        damage(store, "DELETE FROM spans WHERE start = 3000")
+    assert run("check", path, status=1)["problems"]
+    missing = CliRunner().invoke(main, ["db", "stats", str(tmp_path / "none.sqlite")])
+    assert missing.exit_code == 1 and "no store at" in missing.output and "Traceback" not in missing.output
+
+
+def test_an_empty_or_newer_store_is_not_upgraded(tmp_path) -> None:
+    path = str(tmp_path / "store.sqlite")
+    with Store.open(path) as store:
+        damage(store, "UPDATE alembic_version SET version_num = '0999'")
+    with pytest.raises(SchemaError, match="0999"):
+        admin.upgrade_store(path)
+
+
+def test_a_store_is_read_while_it_is_written(store: Store, store_url: str) -> None:
+    """A reader keeps the state it began with, and does not stop the writer."""
+    _, group = begin(store)
+    trajectory = store.add_trajectory(group, 0)
+    store.append_turn(trajectory, 0, make_turn(0))
+    with Store.open(store_url) as reader:
+
+        def action(connection) -> tuple[int, int]:
+            count = text("SELECT count(*) FROM turns")
+            before = connection.execute(count).scalar_one()
+            store.append_turn(trajectory, 1, make_turn(1))
+            return before, connection.execute(count).scalar_one()
+
+        assert reader.database.read(action) == (1, 1)
+        assert reader.trajectory(trajectory).turns == 2
+    store.finish_trajectory(trajectory, StopReason.ANSWERED, 1.0, {})
