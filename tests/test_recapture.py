@@ -82,7 +82,7 @@ def test_frontier_equals_full_bit_for_bit_in_state_and_next_gradient(name: str) 
                 counted = recapture.report()
                 assert {k: counted[k] for k in ("missed", "refreshed", "hit") if k in counted} == expected
                 step(model)
-        if "refreshed" in expected:
+        if "refreshed" in expected and engine.frontier > 0:  # a layer that reads another's selection can't start a run
             assert counted["from_frontier"] == ROOT - 1 and "whole" not in counted
 
 
