@@ -28,7 +28,7 @@ class Step:
 
 @dataclass
 class Receipt:
-    """See the module's head. Seconds and MiB by phase; inputs by kind of run; ids of groups and why some were left out.
+    """See the module's head. Seconds and MiB by phase; inputs and seconds by kind of run; ids of groups and why some were left out.
 
     flips: decisions that recomputed chunks would have made otherwise: "routing" (tokens times layers; the recorded ones were
     used) and "selection" (queries times index layers; the recomputed ones were used).
@@ -45,6 +45,7 @@ class Receipt:
     steps: list[Step] = field(default_factory=list)
     inputs: Counter[str] = field(default_factory=Counter)
     flips: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
     tokens: dict[str, int] = field(default_factory=dict)
     recapture: dict[str, Any] = field(default_factory=dict)
     borders: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Receipt:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON and the store."""
-        return asdict(self) | {"inputs": dict(self.inputs), "flips": dict(self.flips)}
+        return asdict(self) | {"inputs": dict(self.inputs), "seconds": dict(self.seconds), "flips": dict(self.flips)}
 
 
 def versions(packages: Sequence[str] = ("longstraw-agents", "torch", "transformers", "peft")) -> dict[str, str]:

@@ -16,6 +16,7 @@ Shapes: B rows, T inputs of a run, M loss tokens of a run, N loss entries of the
 from __future__ import annotations
 
 import inspect
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,8 +48,8 @@ class ReplayConfig:
 
     gradient: str = "exact"
     chunk: int = 1024
-    pack: int = 1024
-    logit_piece: int = 1024
+    pack: int = 512
+    logit_piece: int = 256
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -177,12 +178,14 @@ class TreeReplay:
 
     `counts` says how many inputs each kind of run had: capture, score (leaves), replay (leaves),
     reverse (inner nodes and long leaves), padding; and for the nodes without a parent, root_capture and root_reverse.
+    `seconds` says how long each kind took, the device's work included.
     """
 
     engine: Engine
     tree: PrefixTree
     recapture: Recapture | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._flat = _Flat.of(self.tree, self.engine.device)
@@ -192,6 +195,7 @@ class TreeReplay:
         stamps = self.engine.stamps.stamps()
         self._stamps = stamps.states
         self._kept = None if self.recapture is None else self.recapture.under(stamps)
+        self._begun = 0.0
         self._resident: list[int] = []  # the path whose nodes' states lie in the cache now
         self._scored = False
         vocabulary = self.engine.base.config.get_text_config().vocab_size
@@ -460,10 +464,17 @@ class TreeReplay:
         self._resident = [] if parent is None else self._resident[: self._resident.index(parent) + 1]
         self.state.truncate(0 if parent is None else self.tree.nodes[parent].stop - 1)
 
+    def _now(self) -> float:
+        """Seconds on a clock that has waited for the device."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        return time.perf_counter()
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """A pass: the weights are those of the tree's states, and the model's attention is ours."""
         require_fresh(self._stamps, self.engine.stamps.layers(), "this tree's state")
+        self._begun = self._now()
         with self.engine.attached(), nullcontext() if self._kept is None else self._kept.reading():
             yield
 
@@ -490,6 +501,9 @@ class TreeReplay:
         return flat.index_add_(0, self._flat.entry, vector_N.detach().to(flat))
 
     def _count(self, kind: str, node: Node, inputs: int, group: Sequence[Node] = ()) -> None:
+        now = self._now()
+        self.seconds[kind] += now - self._begun
+        self._begun = now
         self.counts[kind] += inputs
         if node.parent is None and node.children and kind in ("capture", "reverse"):
             self.counts[f"root_{kind}"] += inputs

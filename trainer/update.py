@@ -25,6 +25,7 @@ from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
 from longstraw_agents.trainer.credit import spans
+from longstraw_agents.trainer.kernels import chosen
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
 from longstraw_agents.trainer.recapture import Recapture
@@ -112,6 +113,7 @@ class Trainer:
         if self.recapture is not None:
             receipt.recapture = self.recapture.report()
         receipt.phases = phases.as_dict()
+        receipt.setting["kernels"] = chosen()
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"}
         return receipt
 
@@ -153,9 +155,11 @@ class Trainer:
             before = replay.counts.copy()
             parts.append(replay.score(entropy=entropy))
             receipt.inputs.update(replay.counts - before)
+            receipt.seconds.update(replay.seconds)
             held += replay.state.nbytes()["state"]
             if held <= self.config.keep_bytes or len(trees) == 1:
                 replay.counts.clear()
+                replay.seconds.clear()
                 replays[index] = replay
         return _join(parts)
 
@@ -170,6 +174,7 @@ class Trainer:
             parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))
             receipt.inputs.update(replay.counts)
             receipt.flips.update(replay.state.flips())
+            receipt.seconds.update(replay.seconds)
             for kind, size in replay.state.nbytes().items():
                 receipt.state_bytes[kind] = max(receipt.state_bytes.get(kind, 0), size)
             first = last

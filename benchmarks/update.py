@@ -1,0 +1,181 @@
+"""An exact update against conventional training of the same batch, on CPU: time, peak memory, inputs run.
+
+A group of 8 branches of 256 sampled tokens on a shared prompt of 2,000 (synthetic token ids: neither time nor memory depends on
+what they say), SmolLM2-135M-Instruct with its real weights, LoRA r = 8 on all linear layers, float32, GRPO without KL.
+
+    time      ours, exact: one `Trainer.update`. Conventional: transformers + PEFT, sdpa, no activation checkpointing, logits only
+              on loss positions, at the batch size that is fastest for it per member (1, 2 and 4 are tried; the whole batch is run
+              at the best). Both skip a scoring pass of their own (ratio 1 on the first step). Medians over `--repeats`.
+    memory    peak resident memory of one update in a fresh process, minus that process's peak before it, for G = 2 and G = 8
+    inputs    how many inputs the shared node ran, for G = 2 and G = 8 (counted by the replay)
+
+    python benchmarks/update.py --record          # all, 10 to 20 minutes on 2 cores
+    python benchmarks/update.py --only memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+import torch
+
+from longstraw_agents import figures
+from longstraw_agents.phases import peak_mib, reset_peak
+from longstraw_agents.trainer import comparison
+from longstraw_agents.trainer.loss import LossConfig, coefficients, make_batch
+from longstraw_agents.trainer.models import LoraSettings, ModelConfig, load_model
+from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.update import Trainer, TrainerConfig
+from longstraw_agents.types import Group, StopReason, Task, Trajectory
+
+PREFIX, BRANCH, COMMAND = 2000, 256, "python benchmarks/update.py --record"
+
+
+def make_group(size: int, vocabulary: int = 49152) -> Group:
+    """`size` trajectories that share PREFIX tokens and have BRANCH sampled ones each; rewards 0, 1, 0, 1, ..."""
+    random = np.random.default_rng(0)
+    prefix = random.integers(100, vocabulary, PREFIX)
+    mask = np.r_[np.zeros(PREFIX, bool), np.ones(BRANCH, bool)]
+    members = []
+    for index in range(size):
+        tokens = np.r_[prefix, random.integers(100, vocabulary, BRANCH)].astype(np.int32)
+        members.append(
+            Trajectory(
+                str(index), tokens, mask, np.where(mask, -1.0, np.nan).astype(np.float32),
+                np.where(mask, 0, -1).astype(np.int32), (len(tokens),), (0.0,), float(index % 2), StopReason.ANSWERED,
+            )  # fmt: skip
+        )
+    return Group("benchmark", Task("synthetic", 0), tuple(members))
+
+
+def make_model() -> torch.nn.Module:
+    """SmolLM2 with LoRA; B random, so that no gradient is trivially zero."""
+    model, _ = load_model(ModelConfig(adapter=LoraSettings(rank=8)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def trainer(model: torch.nn.Module) -> Trainer:
+    """Ours; a learning rate so small that repeats run the same weights within rounding."""
+    loss = LossConfig(mismatch_cap=None)
+    return Trainer(model, TrainerConfig(loss=loss, optimizer=OptimizerConfig(learning_rate=1e-12)))
+
+
+def conventional(model: torch.nn.Module, group: Group, batch_size: int) -> None:
+    """Forward and backward of the whole sequences, `batch_size` members at a time; gradients accumulate."""
+    advantages = [np.full(BRANCH, 1.0 if t.reward else -1.0) for t in group.trajectories]
+    count = len(group.trajectories) * BRANCH
+    old = torch.zeros(count)
+    batch = make_batch([(group, advantages)], old)
+    c = coefficients(LossConfig(mismatch_cap=None), old, batch).logp.split(batch_size * BRANCH)
+    for first, part in zip(range(0, len(group.trajectories), batch_size), c, strict=True):
+        tokens = torch.as_tensor(np.stack([t.tokens for t in group.trajectories[first : first + batch_size]])).long()
+        logits = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=BRANCH).logits.float()
+        logp = logits.log_softmax(-1).gather(-1, tokens[:, -BRANCH:, None]).reshape(-1)
+        (logp * part).sum().backward()
+
+
+def measure_time(repeats: int) -> dict[str, float]:
+    """Seconds of ours and of conventional training, alternating in one process, and how far the gradients differ."""
+    model, group = make_model(), make_group(8)
+    per_member = {}
+    for size in (1, 2, 4):
+        started = time.perf_counter()
+        conventional(model, Group("part", group.task, group.trajectories[:size]), size)
+        per_member[size] = (time.perf_counter() - started) / size
+    best = min(per_member, key=lambda size: per_member[size])
+    ours, theirs = [], []
+    for _ in range(repeats):
+        model.zero_grad()
+        started = time.perf_counter()
+        conventional(model, group, best)
+        theirs.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        trainer(model).update([group])
+        ours.append(time.perf_counter() - started)
+    print(f"conventional seconds per member by batch size: {per_member}")
+    return {"ours": statistics.median(ours), "conventional": statistics.median(theirs), "batch_size": best, "repeats": repeats}
+
+
+def gradient_difference(size: int = 2) -> float:
+    """Global relative difference of our gradient from the conventional one, so that the two times are of the same thing."""
+    model, group = make_model(), make_group(size)
+    conventional(model, group, 1)
+    reference = comparison.gradients(model)
+    model.zero_grad()
+    subject = trainer(model)
+    subject.stepper.step = lambda: 0.0  # type: ignore[method-assign]  # leave the gradients in place
+    subject.update([group])
+    scale = float(np.std([0.0, 1.0], ddof=1)) * 2  # conventional above used advantages of -1 and 1
+    ours = {name: grad * scale for name, grad in comparison.gradients(model).items()}
+    return comparison.compare(ours, reference).global_relative
+
+
+def measure_memory(size: int) -> dict[str, float]:
+    """In this process: the peak of one update above the peak of the loaded model, in MiB, and the shared node's inputs."""
+    subject, group = trainer(make_model()), make_group(size)
+    reset_peak()
+    base = peak_mib()
+    receipt = subject.update([group])
+    return {
+        "mib": peak_mib() - base,
+        "root_inputs": receipt.inputs["root_capture"] + receipt.inputs["root_reverse"],
+    }
+
+
+def in_fresh_process(size: int) -> dict[str, float]:
+    """`measure_memory` in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--memory-of", str(size)], capture_output=True, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write the figures into docs/figures.json")
+    parser.add_argument("--only", choices=["time", "memory"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", help="write all numbers to this file")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory_of:
+        print(json.dumps(measure_memory(options.memory_of)))
+        return
+    record = figures.record if options.record else lambda *args, **kwargs: None
+    out: dict[str, object] = {}
+    if options.only != "time":
+        runs = {size: [in_fresh_process(size) for _ in range(3)] for size in (2, 8)}
+        median = {size: statistics.median(run["mib"] for run in of) for size, of in runs.items()}
+        ratio, inputs = median[8] / median[2], runs[8][0]["root_inputs"] / runs[2][0]["root_inputs"]
+        print(f"peak above the model: G=2 {median[2]:.1f} MiB, G=8 {median[8]:.1f} MiB, ratio {ratio:.3f}; inputs ratio {inputs}")
+        record("main.peak_memory_ratio_g8_over_g2", ratio, "ratio", COMMAND, trials=3, extra={"mib": median})
+        record("main.root_inputs_run_ratio_g8_over_g2", inputs, "ratio", COMMAND, trials=3)
+        out["memory"] = runs
+    if options.only != "memory":
+        difference = gradient_difference()
+        times = measure_time(options.repeats)
+        speedup = times["conventional"] / times["ours"]
+        print(f"ours {times['ours']:.1f} s, conventional {times['conventional']:.1f} s: {speedup:.2f} times; "
+              f"gradients differ by {difference:.1e}")  # fmt: skip
+        record(
+            "main.update_speedup_exact_cpu", speedup, "times", COMMAND, trials=options.repeats,
+            extra=times | {"gradient_difference": difference},
+        )  # fmt: skip
+        out["time"] = times | {"gradient_difference": difference}
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(out, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
