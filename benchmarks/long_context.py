@@ -307,7 +307,8 @@ def attention_seconds(config: Any, length: int, chunk: int) -> float:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     new = lambda count, length: torch.randn(1, length, count, size, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
-    q, k, v = new(config.num_attention_heads, chunk), new(config.num_key_value_heads, length), new(config.num_key_value_heads, length)
+    q = new(config.num_attention_heads, chunk)
+    k, v = new(config.num_key_value_heads, length), new(config.num_key_value_heads, length)
     kernel = kernels.choose(q, k, v)
     assert kernel is not None and kernel.bottom_right
     stops = list(range(chunk, length + 1, chunk))

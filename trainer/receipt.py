@@ -28,7 +28,7 @@ class Step:
 
 @dataclass
 class Receipt:
-    """See the module's head. Seconds and MiB by phase; inputs and seconds by kind of run; ids of groups and why some were left out.
+    """See the module's head. Seconds and MiB by phase; inputs and seconds by kind of run; groups and why some were left out.
 
     flips: decisions that recomputed chunks would have made otherwise: "routing" (tokens times layers; the recorded ones were
     used) and "selection" (queries times index layers; the recomputed ones were used).
