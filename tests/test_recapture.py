@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import comparison
+from longstraw_agents.trainer import comparison, shelf
 from longstraw_agents.trainer.lifting import lifted
-from longstraw_agents.trainer.recapture import Recapture
+from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.recapture import KINDS, Recapture
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.shelf import ShelfConfig
 from longstraw_agents.trainer.state import StateCache
-from longstraw_agents.types import Trajectory
+from longstraw_agents.trainer.update import Trainer, TrainerConfig
+from longstraw_agents.types import Group, Trajectory
 from tests import models as zoo
+from tests.made import make_group, make_trajectory
 from tests.test_frontier import KNOWN, freeze_below
 from tests.test_replay import trajectory
 
@@ -80,10 +90,10 @@ def test_frontier_equals_full_bit_for_bit_in_state_and_next_gradient(name: str) 
             for expected in ({"missed": ROOT - 1}, {"refreshed" if layer < layers else "hit": ROOT - 1}):
                 require_equal(run(engine, group(), recapture), run(engine, group(), None))
                 counted = recapture.report()
-                assert {k: counted[k] for k in ("missed", "refreshed", "hit") if k in counted} == expected
+                assert {k: counted[k] for k in ("missed", "refreshed", "hit") if counted[k]} == expected
                 step(model)
         if "refreshed" in expected and engine.frontier > 0:  # a layer that reads another's selection can't start a run
-            assert counted["from_frontier"] == ROOT - 1 and "whole" not in counted
+            assert counted["from_frontier"] == ROOT - 1 and counted["whole"] == 0
 
 
 def test_steps_that_change_nothing_refresh_nothing() -> None:
@@ -95,7 +105,7 @@ def test_steps_that_change_nothing_refresh_nothing() -> None:
     step(model, size=0.0)
     require_equal(run(engine, group(), recapture), first)
     report = recapture.report()
-    assert report["hit"] == ROOT - 1 and not {"missed", "refreshed", "extended", "whole", "from_frontier"} & set(report)
+    assert {kind: report[kind] for kind in KINDS if report[kind]} == {"hit": ROOT - 1}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "mistral"])
@@ -109,7 +119,7 @@ def test_an_extension_runs_only_the_new_tokens(name: str) -> None:
         ours, _ = run(engine, group(root=200), recapture)
         full, _ = run(engine, group(root=200), None)
     report = recapture.report()
-    assert (report["hit"], report["extended"]) == (ROOT - 1, 61) and "missed" not in report
+    assert (report["hit"], report["extended"]) == (ROOT - 1, 61) and report["missed"] == 0
     for key, value in full.items():  # the borders differ, so only nearly: the last kept span ends where the shorter prefix did
         assert torch.allclose(ours[key], value, rtol=1e-9, atol=1e-12), key
 
@@ -138,8 +148,6 @@ OPERATIONS = st.lists(
 @settings(max_examples=15, deadline=None)
 @given(OPERATIONS, st.sampled_from([0, 40_000, 2**30]), st.booleans())
 def test_any_history_of_updates_equals_one_without_kept_states(operations: list[tuple], limit: int, disk: bool) -> None:
-    import tempfile
-
     model = zoo.build("llama", dtype=torch.float64)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     engine = Engine(model, CONFIG)
@@ -163,3 +171,100 @@ def test_any_history_of_updates_equals_one_without_kept_states(operations: list[
                 freeze_below(model, values[0])
                 if values[0] == 0:
                     model.get_decoder().embed_tokens.requires_grad_(True)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, so what lies on disk is what a killed process leaves."""
+
+
+@pytest.mark.parametrize("frontier", [0, 2])
+def test_a_recapture_killed_anywhere_is_completed_and_mixed_states_are_never_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontier: int
+) -> None:
+    model = zoo.build("qwen3_5", dtype=torch.float64)
+    if frontier:
+        freeze_below(model, frontier)
+    engine = Engine(model, CONFIG)
+    tokens = segment(group()).nodes[0].tokens[:-1]
+    config = ShelfConfig(disk_bytes=2**30, directory=str(tmp_path / "states"))
+    for _ in Recapture.of(engine, config).refresh(tokens, CONFIG.chunk):
+        pass
+    step(model)
+    shutil.copytree(tmp_path / "states", tmp_path / "before")
+    full, _ = run(engine, group(), None)
+    finished: list[int] = []
+    for point in count():
+        shutil.rmtree(tmp_path / "states")
+        shutil.copytree(tmp_path / "before", tmp_path / "states")
+        with monkeypatch.context() as patched:
+            die_at(patched, point)
+            spans = 0
+            try:
+                for _ in Recapture.of(engine, config).refresh(tokens, CONFIG.chunk):
+                    spans += 1
+                break
+            except Killed:
+                finished.append(spans)
+        again = Recapture.of(engine, config)
+        assert not list((tmp_path / "states").glob(".writing-*"))
+        ours, _ = run(engine, group(), again)
+        assert all(torch.equal(ours[name], value) for name, value in full.items())
+        assert again.report()["hit"] >= min(spans * CONFIG.chunk, len(tokens))
+    assert set(finished) == {0, 1, 2} and len(finished) >= 12
+
+
+def die_at(patched: pytest.MonkeyPatch, point: int) -> None:
+    """The process ends at the `point`-th of the calls that change what lies on disk, or just after it."""
+    calls = count()
+
+    def dying(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            if next(calls) == point:
+                raise Killed
+            result = call(*args, **kwargs)
+            if next(calls) == point:
+                raise Killed
+            return result
+
+        return wrapped
+
+    patched.setattr(shelf, "save_file", dying(shelf.save_file))
+    patched.setattr(os, "replace", dying(os.replace))
+    patched.setattr(Path, "unlink", dying(Path.unlink))
+
+
+def test_a_trainer_with_kept_states_makes_the_same_steps_and_says_what_it_saved() -> None:
+    """Two groups on one document, two steps an update, two updates: the same weights bit for bit, and less run."""
+    document = np.random.default_rng(1).integers(3, zoo.VOCABULARY, 96).tolist()
+
+    def groups() -> list[Group]:
+        made = []
+        for question in range(2):
+            paths = [document + [question + 3] * 9 + [i + 5, 7 * i + 4, 9] for i in range(3)]
+            members = [
+                make_trajectory(path, [at >= 105 for at in range(len(path))], name=f"{question}/{i}", reward=float(i))
+                for i, path in enumerate(paths)
+            ]
+            made.append(make_group(members, name=str(question)))
+        return made
+
+    results, receipts = [], []
+    for kept in (None, ShelfConfig()):
+        model = zoo.build("qwen3", dtype=torch.float64)
+        freeze_below(model, 3)
+        settings = TrainerConfig(
+            replay=ReplayConfig(chunk=32), steps=2, recapture=kept, optimizer=OptimizerConfig(learning_rate=1e-2)
+        )
+        trainer = Trainer(model, settings)
+        with lifted():
+            receipts.append([trainer.update(groups()) for _ in range(2)])
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    first, second = (receipt.recapture for receipt in receipts[1])
+    assert receipts[0][0].recapture == {}
+    document_inputs, question_inputs = 96, 8  # the question's last token is input with each answer
+    assert first["missed"] == document_inputs + question_inputs
+    assert first["extended"] == question_inputs  # the second group's question, on the document that the first one captured
+    assert first["hit"] >= document_inputs and second["missed"] == second["extended"] == 0
+    assert second["whole"] == 0 and second["from_frontier"] == second["refreshed"]
+    assert second["frontier"] == 3 and "1 of 4 layers" in second["saving"]

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from longstraw_agents.trainer.replay import Engine
 
 
+#: What a report counts, in tokens. run_anyway: fresh, but run for its loss tokens' scores; whole and from_frontier: how what
+#: ran was run; corrupt: kept, but not what had been written.
+KINDS = ("hit", "refreshed", "extended", "missed", "run_anyway", "from_frontier", "whole", "corrupt")
+
+
 @dataclass(frozen=True)
 class Span:
     """Positions [start, stop) on a path; `chain` is the digest of everything before `stop`, `before` that before `start`."""
@@ -97,8 +102,9 @@ class Recapture:
 
     def report(self) -> dict[str, Any]:
         """For a receipt: what happened since the last report, in tokens (evictions in items), and what is held now."""
-        evicted = {f"evicted_{place}": count for place, count in self.shelf.evicted.items()}
-        report = {**self.counts, **evicted, "bytes": self.shelf.nbytes(), "frontier": self.engine.frontier}
+        evicted = {f"evicted_{place}": self.shelf.evicted[place] for place in ("device", "host", "disk")}
+        report: dict[str, Any] = {kind: self.counts[kind] for kind in KINDS} | evicted
+        report |= {"bytes": self.shelf.nbytes(), "frontier": self.engine.frontier}
         report["saving"] = self.saving()
         self.counts.clear()
         self.shelf.evicted.clear()
@@ -180,7 +186,7 @@ class FreshStates:
             self._count(kind, span)
             if kind == "missed":
                 self._missed.add(span.chain)
-        self._recapture.counts["from_frontier" if entry is not None else "whole"] += span.stop - span.start
+        self._count("from_frontier" if entry is not None else "whole", span)
         return hidden
 
     def require(self) -> None:
@@ -241,7 +247,7 @@ class FreshStates:
         try:
             return self._shelf.get(key, self._stamps[part])
         except CorruptionError:
-            self._recapture.counts["corrupt"] += 1
+            self._count("corrupt", span)
             return None
 
     def _put(self, span: Span, part: str, tensors: dict[str, Tensor]) -> None:
