@@ -174,8 +174,10 @@ def rerun(arguments: argparse.Namespace) -> None:
         rows = [row for group_id in result.group_ids if group_id for row in store.trajectories(group_id)]
         history = sum(_history(store.turns(row.trajectory_id)) for row in rows)
     counters = policy.counters
-    print(f"{result.progress.turns} turns, {sum(row.length for row in rows)} tokens; a policy without states would run {history} history "
-          f"tokens again, this one ran {counters.rerun}; {counters.shared} tokens came from another session's state")
+    print(
+        f"{result.progress.turns} turns, {sum(row.length for row in rows)} tokens; without states {history} history tokens were "
+        f"run again, here {counters.rerun} were; {counters.shared} tokens came from another session's state"
+    )
     if arguments.record:
         extra = {"turns": result.progress.turns, "history_tokens": history, "taken_from_others": counters.shared}
         figures.record("collect.history_tokens_rerun", counters.rerun, "tokens", trials=len(rows), extra=extra)

@@ -16,7 +16,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,7 @@ from longstraw_agents.errors import ConfigError, StoreError
 from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks, outcomes, task_seed
 from longstraw_agents.guards import Guards, behaviour_report, best, breaches, out_of_patience
 from longstraw_agents.phases import Phases
-from longstraw_agents.policies.local import LocalPolicy
+from longstraw_agents.policies.opening import PolicySettings, open_policy
 from longstraw_agents.rendering import ChatML
 from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
@@ -43,7 +43,7 @@ from longstraw_agents.types import FAILED, Group, Task
 from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
 
 #: What may differ between a run's stored configuration and the one it goes on with.
-MAY_CHANGE = ("run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.")
+MAY_CHANGE = ("run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.", "policy.")
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class RunConfig:
     run: RunSettings = field(default_factory=RunSettings)
     tasks: TaskSettings = field(default_factory=TaskSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
+    policy: PolicySettings = field(default_factory=PolicySettings)
     collect: CollectConfig = field(default_factory=CollectConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
@@ -132,12 +133,16 @@ class Loop:
             self.trainer = Trainer(self.model, config.trainer, credit=credit)
             self._restore()
         self.tokenizer, self.renderer = tokenizer, ChatML(tokenizer)
-        self.policy = LocalPolicy(self.model, self.renderer.stop_ids, version=self.trainer.version)
+        with self.phases("load"):
+            self.policy = open_policy(
+                config.policy, self.model, self.renderer.stop_ids, version=self.trainer.version, adapter=self._adapter()
+            )
 
     def __enter__(self) -> Loop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.policy.close()
         self.store.close()
 
     @property
@@ -213,6 +218,7 @@ class Loop:
             raise StoreError(f"run {self.config.run.name} has no complete group that is unused; collect first: longstraw collect")
         with self.phases("read"):
             groups = imported or [self.store.load_group(row.group_id) for row in rows]
+        self.policy.pause()
         with self.phases("train"):
             receipt = self._update(update, groups)
         receipt["collected"] = self.collected([row.group_id for row in rows]) | behaviour_report(groups)
@@ -229,7 +235,7 @@ class Loop:
             )
             best_step = (self.best() or {"step": 0})["step"]
             prune(self.steps, keep={*range(update - self.config.run.keep + 1, update + 1), best_step})
-        self.policy.refresh(self.trainer.version)
+        self.policy.refresh(self.trainer.version, self._adapter())
         self.terminal.row(update_row(update, receipt))
         return receipt
 
@@ -293,23 +299,20 @@ class Loop:
             "best": self.best(),
             "stopped": self.stops(),
             "phases": self.phases.as_dict(),
-            "sampler": asdict(self.policy.counters),
+            "sampler": self.policy.report(),
         }
 
     def summary(self) -> str:
         """The report for people: reward curve, tokens, time and memory by phase, and where everything lies."""
         report = self.report()
         rewards = [row["reward"] for row in report["updates"]]
-        counters = report["sampler"]
         lines = []
         if rewards:
             lines.append(f"reward     {sparkline(rewards)}  {rewards[0]:.3f} to {rewards[-1]:.3f}")
         tokens = sum(row["tokens"] for row in report["updates"])
         lines.append(f"tokens     {tokens:,} collected for training")
-        lines.append(
-            f"sampler    {counters['input']:,} tokens run as input, {counters['shared']:,} taken over from another episode, "
-            f"{counters['sampled']:,} sampled"
-        )
+        counted = ", ".join(f"{count:,} {name}" for name, count in report["sampler"].items())
+        lines.append(f"sampler    {counted} (tokens; steps are forwards)")
         lines.append("phase           seconds   peak MiB")
         lines += [f"{name:<12} {phase['seconds']:>10.1f} {phase['peak_mib']:>10,.0f}" for name, phase in report["phases"].items()]
         lines.append(f"store      {report['store']}")
@@ -333,6 +336,10 @@ class Loop:
         step = self.store.latest_step(self.run_id)
         if step is not None:
             self.trainer.restore(check_step(self.steps, step.step, step.files))
+
+    def _adapter(self) -> Path | None:
+        """Where the policy finds the newest adapter; None while there is none but the untrained one, which changes nothing."""
+        return self.step_folder if self.done else None
 
     def _save(self, folder: Path, receipt: Mapping[str, Any]) -> None:
         self.trainer.save(folder)

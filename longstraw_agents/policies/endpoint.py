@@ -62,6 +62,7 @@ class EndpointPolicy:
         self.exact = config.without_ids == "refuse"
         self._stop_ids = sorted(stop_ids)
         self._encode = encode
+        self._sampled = 0
         self._client = AsyncOpenAI(
             base_url=config.base_url, api_key=config.api_key, timeout=config.timeout_seconds, max_retries=2
         )
@@ -81,14 +82,11 @@ class EndpointPolicy:
         ids, behaviour = self._tokens(choice, finish)
         if request.sampling.temperature == 0.0:
             behaviour = np.zeros(len(ids), np.float32)
+        self._sampled += len(ids)
         return Sample(ids, behaviour, finish, version)
 
     async def close_session(self, session: str) -> None:
         """The server keeps its own cache of prefixes."""
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
 
     def _arguments(self, request: SampleRequest, model: str) -> dict[str, Any]:
         return {
@@ -136,26 +134,42 @@ class VLLMServerPolicy(EndpointPolicy):
         self, config: EndpointConfig, stop_ids: Iterable[int], *, version: int = 0, name: str = "longstraw"
     ) -> None:
         """name: what the adapters are called by, with the version; two runs on one server need two names."""
+        from openai import OpenAI
+
         super().__init__(config, stop_ids, version=version)
         self._name = name
+        self._admin = OpenAI(base_url=config.base_url, api_key=config.api_key, timeout=config.timeout_seconds)
 
-    async def serve(self, version: int, adapter: str | Path) -> None:
+    def refresh(self, version: int, adapter: Path | None = None) -> None:
         """Load the adapter (a folder that PEFT wrote) as `version`, check that it is listed, and sample from it from now on.
 
         The one before is unloaded: no sample may be under way. Raises AdapterError where the server does not take it.
         """
-        before, name, folder = self.model, f"{self._name}-{version}", str(Path(adapter).resolve())
-        await self._post("load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        served = {model.id: model.model_extra or {} async for model in self._client.models.list()}
-        if served.get(name, {}).get("root") != folder:
-            raise AdapterError(f"the server lists {sorted(served)}; {name} from {folder} is not among them")
+        before, name = self.model, self.config.model
+        if adapter is not None:
+            name, folder = f"{self._name}-{version}", str(Path(adapter).resolve())
+            self._post("load_lora_adapter", {"lora_name": name, "lora_path": folder})
+            served = {model.id: model.model_extra or {} for model in self._admin.models.list()}
+            if served.get(name, {}).get("root") != folder:
+                raise AdapterError(f"the server lists {sorted(served)}; {name} from {folder} is not among them")
         self.model, self.version = name, version
-        if before != self.config.model and before != name:
-            await self._post("unload_lora_adapter", {"lora_name": before})
+        if before not in (self.config.model, name):
+            self._post("unload_lora_adapter", {"lora_name": before})
 
-    async def _post(self, path: str, body: dict[str, Any]) -> None:
+    def pause(self) -> None:
+        """The server keeps its memory: it is another machine's, or another process's."""
+
+    def report(self) -> dict[str, int]:
+        """Tokens sampled."""
+        return {"sampled": self._sampled}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._admin.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
         try:
-            await self._client.post(f"/{path}", body=body, cast_to=str)
+            self._admin.post(f"/{path}", body=body, cast_to=str)
         except Exception as error:
             raise AdapterError(f"{self.config.base_url}/{path} refused {body}: {type(error).__name__}: {error}") from error
 

@@ -16,7 +16,8 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,13 +119,25 @@ class LocalPolicy:
     async def close_session(self, session: str) -> None:
         self._sessions.pop(session, None)
 
-    def refresh(self, version: int) -> None:
-        """The weights were changed and are now `version`: drop every state. Not while anything is being sampled."""
+    def refresh(self, version: int, adapter: Path | None = None) -> None:
+        """The weights were changed, in place, and are now `version`: drop every state. Not while anything is being sampled."""
+        self.pause()
+        self.version = version
+
+    def pause(self) -> None:
+        """Drop every state, so that the trainer has their memory. Not while anything is being sampled."""
         if self._active or self._waiting:
             raise PolicyError("the weights changed while actions were being sampled; await all samples before an update")
         self._sessions.clear()
         self._prompts.clear()
-        self.version = version
+
+    def report(self) -> dict[str, int]:
+        """The counters."""
+        return asdict(self.counters)
+
+    def close(self) -> None:
+        """End the sampling thread."""
+        self._thread.shutdown(cancel_futures=True)
 
     # The engine: runs on the event loop while there is work; only `_step` runs in the thread.
 

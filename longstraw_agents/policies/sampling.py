@@ -12,6 +12,7 @@ Vocabulary
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -70,6 +71,36 @@ class Sample:
             )
         if not np.all(np.isfinite(self.behaviour)):
             raise TokenError("a sample has a log-probability that is not finite: the policy cannot have sampled that token")
+
+
+class TrainedPolicy(Protocol):
+    """A policy whose weights a trainer changes between samples: what the run loop needs besides `Policy`."""
+
+    version: int
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """See Policy.sample."""
+        ...
+
+    async def close_session(self, session: str) -> None:
+        """See Policy.close_session."""
+        ...
+
+    def pause(self) -> None:
+        """Give up what can be had again: the trainer works now. No sample may be under way."""
+        ...
+
+    def refresh(self, version: int, adapter: Path | None = None) -> None:
+        """The weights are `version` from now on; their adapter lies in `adapter`, None for the base model's own weights."""
+        ...
+
+    def report(self) -> dict[str, int]:
+        """Counts over the policy's life: "sampled" tokens, and what else the kind counts."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
 
 
 class Policy(Protocol):

@@ -6,6 +6,7 @@ Its distribution is one point, so each token's log-probability is 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -32,6 +33,20 @@ class ScriptedPolicy:
         cut = len(ids) > request.max_new_tokens
         ids = ids[: request.max_new_tokens]
         return Sample(ids, np.zeros(len(ids), np.float32), "length" if cut else "stop", self.version)
+
+    def pause(self) -> None:
+        """Nothing is held."""
+
+    def refresh(self, version: int, adapter: Path | None = None) -> None:
+        """A script has no weights; only its version counts on."""
+        self.version = version
+
+    def report(self) -> dict[str, int]:
+        """Nothing is counted."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     async def close_session(self, session: str) -> None:
         """Nothing is kept of a session."""

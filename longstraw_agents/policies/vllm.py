@@ -8,8 +8,10 @@ is put to sleep while training and woken with the next adapter.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterable
+import threading
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,55 +43,52 @@ class VLLMConfig:
 
 
 class VLLMPolicy:
-    """A Policy over an engine of vLLM's own asynchronous kind. Make it inside the running event loop; close it at the end."""
+    """A Policy over an engine of vLLM's own asynchronous kind. The engine has an event loop and a thread of its own, so that it
+    outlives the loops of those who sample."""
 
     def __init__(
         self, model: str | Path, stop_ids: Iterable[int], *, version: int = 0, config: VLLMConfig = VLLMConfig()
     ) -> None:
-        """model: the base model's folder. Without `serve` the base model itself is sampled."""
+        """model: the base model's folder; until `refresh` names an adapter it is sampled as it is."""
+        self.version, self.config = version, config
+        self._stop_ids = sorted(stop_ids)
+        self._adapter: Any = None
+        self._asleep = False
+        self._sampled = 0
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="longstraw-vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._engine = self._wait(self._start(str(model)))
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+
+    async def _start(self, model: str) -> Any:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        extra = {} if config.memory_share is None else {"gpu_memory_utilization": config.memory_share}
+        extra = {} if self.config.memory_share is None else {"gpu_memory_utilization": self.config.memory_share}
         arguments = AsyncEngineArgs(
-            model=str(model),
-            dtype=config.dtype,
-            max_model_len=config.max_tokens,
+            model=model,
+            dtype=self.config.dtype,
+            max_model_len=self.config.max_tokens,
             enable_lora=True,
-            max_lora_rank=config.max_rank,
+            max_lora_rank=self.config.max_rank,
             max_loras=1,
             logprobs_mode="processed_logprobs",
-            enable_sleep_mode=config.sleeping,
+            enable_sleep_mode=self.config.sleeping,
             generation_config="vllm",  # else the model's own file changes the sampling
             **extra,
         )
-        self.version, self.config = version, config
-        self._engine = AsyncLLM.from_engine_args(arguments)
-        self._stop_ids = sorted(stop_ids)
-        self._adapter: Any = None
-        self._numbers = itertools.count()
-
-    async def serve(self, version: int, adapter: str | Path) -> None:
-        """Load the adapter (a folder that PEFT wrote) and sample from it from now on.
-
-        No sample may be under way. Raises AdapterError where vLLM does not take it.
-        """
-        from vllm.lora.request import LoRARequest
-
-        folder = str(Path(adapter).resolve())
-        request = LoRARequest(f"version-{version}", version + 1, folder)  # vLLM's numbers begin at 1
-        try:
-            taken = await self._engine.add_lora(request)
-        except Exception as error:
-            raise AdapterError(f"vLLM did not take the adapter in {folder}: {type(error).__name__}: {error}") from error
-        if not taken or request.lora_int_id not in await self._engine.list_loras():
-            raise AdapterError(f"vLLM did not take the adapter in {folder}; its rank must be at most {self.config.max_rank}")
-        if self._adapter is not None:
-            await self._engine.remove_lora(self._adapter.lora_int_id)
-        self._adapter, self.version = request, version
+        return AsyncLLM.from_engine_args(arguments)
 
     async def sample(self, request: SampleRequest) -> Sample:
         """See Policy.sample."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._sample(request), self._loop))
+
+    async def _sample(self, request: SampleRequest) -> Sample:
         version, adapter = self.version, self._adapter
         results = self._engine.generate(
             {"prompt_token_ids": request.tokens.tolist()},
@@ -109,6 +108,7 @@ class VLLMPolicy:
         if request.sampling.temperature == 0.0:
             logp = [0.0] * len(ids)
         finish: Finish = "stop" if result.finish_reason == "stop" else "length"
+        self._sampled += len(ids)
         return Sample(ids, np.array(logp, np.float32), finish, version)
 
     def _parameters(self, request: SampleRequest) -> Any:
@@ -129,16 +129,49 @@ class VLLMPolicy:
     async def close_session(self, session: str) -> None:
         """vLLM keeps its own cache of prefixes."""
 
-    async def sleep(self) -> None:
-        """Give the GPU's memory to the trainer: weights go to the host, the cache is dropped."""
-        if not self.config.sleeping:
-            raise ConfigError("the engine was started without sleeping; set VLLMConfig(sleeping=True)")
-        await self._engine.sleep(level=1)
+    def refresh(self, version: int, adapter: Path | None = None) -> None:
+        """Wake up, load the adapter (a folder that PEFT wrote) and sample from it from now on.
 
-    async def wake(self) -> None:
-        """Take the memory again. `serve` the new adapter before the next sample."""
-        await self._engine.wake_up()
+        No sample may be under way. Raises AdapterError where vLLM does not take the adapter.
+        """
+        if self._asleep:
+            self._wait(self._engine.wake_up())
+            self._asleep = False
+        self._adapter = self._wait(self._swap(version, adapter))
+        self.version = version
+
+    async def _swap(self, version: int, adapter: Path | None) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if self._adapter is not None:
+            await self._engine.remove_lora(self._adapter.lora_int_id)
+        if adapter is None:
+            return None
+        folder = str(Path(adapter).resolve())
+        request = LoRARequest(f"version-{version}", version + 1, folder)  # vLLM's numbers begin at 1
+        try:
+            taken = await self._engine.add_lora(request)
+        except Exception as error:
+            raise AdapterError(f"vLLM did not take the adapter in {folder}: {type(error).__name__}: {error}") from error
+        if not taken or request.lora_int_id not in await self._engine.list_loras():
+            raise AdapterError(f"vLLM did not take the adapter in {folder}; its rank must be at most {self.config.max_rank}")
+        return request
+
+    def pause(self) -> None:
+        """Give the GPU's memory to the trainer, where the engine can sleep: weights go to the host, its cache is dropped."""
+        if self.config.sleeping and not self._asleep:
+            self._wait(self._engine.sleep(level=1))
+            self._asleep = True
+
+    def report(self) -> dict[str, int]:
+        """Tokens sampled."""
+        return {"sampled": self._sampled}
 
     def close(self) -> None:
-        """End the engine's process."""
-        self._engine.shutdown()
+        """End the engine's process and the thread."""
+        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
