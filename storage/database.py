@@ -87,7 +87,10 @@ class Database:
         self.engine.dispose()
 
     def read(self, action: Callable[[Connection], Result]) -> Result:
-        """Runs `action` in one transaction that sees one state of the store."""
+        """Runs `action` in one transaction that sees one state of the store.
+
+        A stored value that `action` cannot make sense of is damage: CorruptionError.
+        """
 
         def attempt() -> Result:
             with self.engine.connect() as connection:
@@ -96,7 +99,13 @@ class Database:
                 with connection.begin():
                     return action(connection)
 
-        return self._retried(attempt)
+        try:
+            return self._retried(attempt)
+        except LongStrawError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, MemoryError) as error:
+            what = f"a stored row cannot be read ({error!r})"
+            raise CorruptionError(f"{what}; `longstraw db check` lists what is affected") from error
 
     def write(self, action: Callable[[Connection], Result]) -> Result:
         """Runs `action` in one transaction and commits it durably, or raises and leaves nothing.
@@ -166,7 +175,7 @@ def translated(error: Exception) -> LongStrawError:
     cause = getattr(error, "orig", None) or error
     name, state = getattr(cause, "sqlite_errorname", None), getattr(cause, "sqlstate", None)
     message = f"{type(cause).__name__}: {cause}".strip()
-    if name == "SQLITE_FULL" or state in ("53100", "53200") or "No space left" in message:
+    if name in ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE") or state in ("53100", "53200") or "No space left" in message:
         return StoreFullError(f"the disk of the store is full ({message}); the failed write left nothing. Free some space")
     if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB") or (name or "").startswith("SQLITE_CORRUPT") or (state or "").startswith("XX"):
         return CorruptionError(f"the store's file is damaged ({message}); `longstraw db check` lists what is affected")
