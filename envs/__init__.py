@@ -33,6 +33,11 @@ __all__ = [
 #: The built-in environments: id -> entry point. Modules are imported when an environment is made.
 BUILT_IN: dict[str, str] = {
     "longstraw/Lookup-v0": "longstraw_agents.envs.lookup:LookupEnv",
+    "longstraw/DocumentSearch-v0": "longstraw_agents.envs.document_search:DocumentSearchEnv",
+    "longstraw/Workspace-v0": "longstraw_agents.envs.workspace:WorkspaceEnv",
+    "longstraw/SQLAnalyst-v0": "longstraw_agents.envs.sql_analyst:SQLAnalystEnv",
+    "longstraw/Ledger-v0": "longstraw_agents.envs.ledger:LedgerEnv",
+    "longstraw/Reasoning-v0": "longstraw_agents.envs.reasoning:ReasoningEnv",
 }
 
 for _id, _entry in BUILT_IN.items():
