@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from longstraw_agents.errors import ConfigError, ModelError
+from longstraw_agents.trainer.ranks import Ranks
+from longstraw_agents.trainer.reduction import squared_norm
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -67,9 +69,14 @@ class OptimizerConfig:
 class Stepper:
     """Owns the optimizer of one model's trained parameters; one `step` clips, sets the rate and updates the weights."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig = OptimizerConfig()) -> None:
-        self.config = config
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig = OptimizerConfig(), ranks: Ranks | None = None,
+        sharded: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """sharded: names of parameters of which each process of "ep" in `ranks` holds another part."""
+        self.config, self.ranks = config, ranks or Ranks()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.sharded = {id(p) for name, p in model.named_parameters() if name in sharded}
         if not self.parameters:
             raise ModelError("the model has no parameter that requires a gradient; add an adapter, or unfreeze what is to train")
         groups = [
@@ -87,10 +94,13 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradient_norm(self) -> float:
-        """The 2-norm over all gradients, before clipping (float32 or wider)."""
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters if
-                 p.grad is not None]  # fmt: skip
-        return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))) if norms else 0.0
+        """The 2-norm over all gradients, those of others' experts included, before clipping (float32 or wider)."""
+        given = [p for p in self.parameters if p.grad is not None]
+        own = squared_norm(p.grad for p in given if id(p) not in self.sharded)
+        if self.sharded:
+            experts = squared_norm(p.grad for p in given if id(p) in self.sharded).to(self.ranks.device)
+            own = own.to(experts) + self.ranks.sum(experts, "ep", "gradients")
+        return math.sqrt(float(own))
 
     def step(self) -> float:
         """Clip and update; returns the learning rate used. Gradients are dropped."""

@@ -31,7 +31,8 @@ class Receipt:
     """See the module's head. Seconds and MiB by phase; inputs and seconds by kind of run; groups and why some were left out.
 
     flips: decisions that recomputed chunks would have made otherwise: "routing" (tokens times layers; the recorded ones were
-    used) and "selection" (queries times index layers; the recomputed ones were used).
+    used) and "selection" (queries times index layers; the recomputed ones were used). ranks: per process its peak MiB, bytes
+    of state, bytes sent by kind of exchange, and seconds in exchanges and idle.
     """
 
     first_version: int
@@ -51,6 +52,7 @@ class Receipt:
     borders: list[list[tuple[int, int]]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     state_bytes: dict[str, int] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
     setting: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
 

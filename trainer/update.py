@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -25,11 +26,14 @@ from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
 from longstraw_agents.trainer.credit import spans
+from longstraw_agents.trainer.experts import own_part, share_experts, whole
 from longstraw_agents.trainer.kernels import chosen
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
+from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.recapture import Recapture
 from longstraw_agents.trainer.receipt import Receipt, Step, versions
+from longstraw_agents.trainer.reduction import require_same, sum_gradients
 from longstraw_agents.trainer.replay import Engine, ReplayConfig, Scores, TreeReplay
 from longstraw_agents.trainer.shelf import ShelfConfig
 from longstraw_agents.types import Group
@@ -66,21 +70,26 @@ class Trainer:
 
     def __init__(
         self, model: nn.Module, config: TrainerConfig = TrainerConfig(), *, loss: Loss | None = None,
-        credit: Credit | None = None, reference: nn.Module | None = None,
+        credit: Credit | None = None, reference: nn.Module | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         """loss: a callable in place of config.loss. credit: a function in place of config.advantage.
 
-        reference: the model of the KL term; by default the model itself with its adapters switched off.
+        reference: the model of the KL term; by default the model itself with its adapters switched off. ranks: the processes
+        that share the work, each with a trainer like this one; all of them are given the same groups.
         Raises ConfigError where a KL term has no reference, ModelError for a model that cannot be replayed exactly.
         """
         self.model, self.config = model, config
-        self.engine = Engine(model, config.replay)
+        self.ranks = ranks or Ranks()
+        if self.ranks.world > 1 and config.recapture is not None:
+            raise ConfigError("states are not kept between steps where several processes share the work: leave recapture out")
+        self.sharded = share_experts(model, self.ranks)
+        self.engine = Engine(model, config.replay, self.ranks)
         self.loss: LossConfig | Loss = loss or config.loss
         self.credit = credit or (lambda groups: prepare(groups, config.advantage))
         self.recapture = None if config.recapture is None else Recapture.of(self.engine, config.recapture)
         self.version = 0
-        self.stepper = Stepper(model, config.optimizer)
-        self._reference = None if reference is None else Engine(reference, config.replay)
+        self.stepper = Stepper(model, config.optimizer, self.ranks, self.sharded)
+        self._reference = None if reference is None else Engine(reference, config.replay, self.ranks)
         if config.loss.kl_weight > 0 and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError(
                 f"kl_weight is {config.loss.kl_weight}, but the model has no adapters to switch off; "
@@ -114,6 +123,7 @@ class Trainer:
             receipt.recapture = self.recapture.report()
         receipt.phases = phases.as_dict()
         receipt.setting["kernels"] = chosen()
+        self._describe_ranks(receipt)
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"}
         return receipt
 
@@ -150,7 +160,11 @@ class Trainer:
         self, trees: list[PrefixTree], replays: list[TreeReplay | None], entropy: bool, receipt: Receipt
     ) -> Scores:
         parts, held = [], 0
+        mine = share_out(trees, self.ranks)
         for index, tree in enumerate(trees):
+            if index not in mine:
+                parts.append(self._nothing(tree, entropy))
+                continue
             replay = self.engine.open(tree, self.recapture)
             before = replay.counts.copy()
             parts.append(replay.score(entropy=entropy))
@@ -161,27 +175,41 @@ class Trainer:
                 replay.counts.clear()
                 replay.seconds.clear()
                 replays[index] = replay
-        return _join(parts)
+        return self._of_all(_join(parts))
 
     def _backward(
         self, trees: list[PrefixTree], replays: list[TreeReplay | None], found: Coefficients, receipt: Receipt
     ) -> Scores:
-        parts, first = [], 0
+        parts, last, mine = [], 0, share_out(trees, self.ranks)
         for index, tree in enumerate(trees):
+            first, last = last, last + len(tree.entry_node)
+            if index not in mine:
+                parts.append(self._nothing(tree, found.entropy is not None))
+                continue
             replay = replays[index] or self.engine.open(tree, self.recapture)
             replays[index] = None  # its state goes as soon as it is done
-            last = first + len(tree.entry_node)
             parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))
             receipt.inputs.update(replay.counts)
             receipt.flips.update(replay.state.flips())
             receipt.seconds.update(replay.seconds)
             for kind, size in replay.state.nbytes().items():
                 receipt.state_bytes[kind] = max(receipt.state_bytes.get(kind, 0), size)
-            first = last
-        return _join(parts)
+        return self._of_all(_join(parts))
+
+    def _nothing(self, tree: PrefixTree, entropy: bool) -> Scores:
+        """What a process adds for a tree that others work on."""
+        count = len(tree.entry_node)
+        return Scores(self._zeros(count), self._zeros(count) if entropy else None)
+
+    def _of_all(self, scores: Scores) -> Scores:
+        """Scores of all trees, from the processes that share them out."""
+        entropy = None if scores.entropy is None else self.ranks.sum(scores.entropy, "dp", "log-probabilities")
+        return Scores(self.ranks.sum(scores.logp, "dp", "log-probabilities"), entropy)
 
     def _apply(self, found: Coefficients, batch: LossBatch, receipt: Receipt) -> None:
-        """Clip and step, unless a gradient is not finite: then the weights stay and the batch is named."""
+        """Sum over processes, clip and step, unless a gradient is not finite: then the weights stay and the batch is named."""
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        sum_gradients(trained, self.ranks, self.sharded)
         norm = self.stepper.gradient_norm()
         if not math.isfinite(norm):
             name = next(
@@ -194,19 +222,24 @@ class Trainer:
             )
         rate = self.stepper.step()
         self.version += 1
+        if self.ranks.world > 1:
+            require_same(trained, self.ranks, self.version, self.sharded)
         receipt.steps.append(Step(self.version, found.loss, norm, rate, found.metrics))
 
     def _reference_logp(self, trees: list[PrefixTree], receipt: Receipt) -> Tensor:
         """Log-probabilities [N] under the reference's weights: a pass of its own that keeps nothing else."""
         engine = self._reference or self.engine
         off = nullcontext() if self._reference is not None else self.model.disable_adapter()  # type: ignore[operator]
-        parts = []
+        parts, mine = [], share_out(trees, self.ranks)
         with off:
-            for tree in trees:
+            for index, tree in enumerate(trees):
+                if index not in mine:
+                    parts.append(self._nothing(tree, entropy=False))
+                    continue
                 replay = engine.open(tree)
                 parts.append(replay.score())
                 receipt.inputs["reference"] += replay.counts["capture"] + replay.counts["score"]
-        return _join(parts).logp
+        return self._of_all(_join(parts)).logp
 
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.promote_types(self.engine.dtype, torch.float32), device=self.engine.device)
@@ -249,29 +282,66 @@ class Trainer:
         if self.config.replay.gradient == "detached":
             receipt.borders = [[(node.start, node.stop) for node in tree.nodes] for tree in trees]
 
+    def _describe_ranks(self, receipt: Receipt) -> None:
+        """What each process held, sent and waited for; counts of inputs become those of all trees."""
+        if self.ranks.world == 1:
+            return
+        peak = max(phase.get("gpu_peak_mib", phase["peak_mib"]) for phase in receipt.phases.values())
+        mine = {"state_bytes": receipt.state_bytes, "peak_mib": peak, "inputs": dict(receipt.inputs)}
+        everyone = self.ranks.gather_objects(mine)
+        receipt.ranks = [held | cost for held, cost in zip(everyone, self.ranks.costs(), strict=True)]
+        one_of_each = everyone[:: self.ranks.size("context")]  # processes of one context count the same runs
+        receipt.inputs = sum((Counter(held.pop("inputs")) for held in one_of_each), Counter())
+
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write the adapter (PEFT's format) or the model (transformers' format), the optimizer's state, and the version."""
+        """Write the adapter (PEFT's format) or the model (transformers' format), the optimizer's state, and the version.
+
+        Every process takes part, and process 0 writes: the files are the same for any number of them.
+        """
+        state = {name: self._whole(name, tensor) for name, tensor in self.model.state_dict().items()} if self.sharded else None
+        optimizer = self._moments(self.stepper.state_dict(), self._whole)
+        if self.ranks.number:
+            return
         directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory)  # type: ignore[operator]
-        torch.save(self.stepper.state_dict(), directory / "optimizer.pt")
+        self.model.save_pretrained(directory, **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
+        torch.save(optimizer, directory / "optimizer.pt")
         (directory / "trainer.json").write_text(json.dumps({"version": self.version}) + "\n")
 
     def restore(self, directory: Path) -> None:
         """Read what `save` wrote, into this trainer's model. Raises AdapterError where it belongs to another model."""
-        _load_weights(self.model, directory)
-        self.stepper.load_state_dict(torch.load(directory / "optimizer.pt", weights_only=True, map_location="cpu"))
+        _load_weights(self.model, directory, self._own_part)
+        state = torch.load(directory / "optimizer.pt", weights_only=True, map_location="cpu")
+        self.stepper.load_state_dict(self._moments(state, self._own_part))
         self.version = int(json.loads((directory / "trainer.json").read_text())["version"])
 
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return whole(name, tensor, self.ranks, self.sharded)
 
-def _load_weights(model: nn.Module, directory: Path) -> None:
+    def _own_part(self, name: str, tensor: Tensor) -> Tensor:
+        return own_part(name, tensor, self.ranks, self.sharded)
+
+    def _moments(self, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+        """The optimizer's state with its tensors changed as their parameters are."""
+        if not self.sharded:
+            return state
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        order = [names[id(p)] for group in self.stepper.optimizer.param_groups for p in group["params"]]
+        moments = {
+            index: {key: change(order[index], value) if value.ndim else value for key, value in entry.items()}
+            for index, entry in state["optimizer"]["state"].items()
+        }
+        return state | {"optimizer": state["optimizer"] | {"state": moments}}
+
+
+def _load_weights(model: nn.Module, directory: Path, own_part: Callable[[str, Tensor], Tensor]) -> None:
     from safetensors.torch import load_file
 
     if not hasattr(model, "peft_config"):
         weights: dict[str, Any] = {}
         for path in sorted(directory.glob("model*.safetensors")):
-            weights |= load_file(path)
+            weights |= {name: own_part(name, tensor) for name, tensor in load_file(path).items()}
         result = model.load_state_dict(weights, strict=False)
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         missing = [name for name in result.missing_keys if name not in tied]
@@ -286,6 +356,18 @@ def _load_weights(model: nn.Module, directory: Path) -> None:
             f"{len(result.unexpected_keys)} unexpected, first {(missing + list(result.unexpected_keys))[0]}; "
             "load it with the model and adapter settings it was trained with"
         )
+
+
+def share_out(trees: Sequence[PrefixTree], ranks: Ranks) -> set[int]:
+    """Indices of the trees that this process works on: the largest first, each to the processes with the least to do."""
+    load = [0] * ranks.size("dp")
+    mine: set[int] = set()
+    for index in sorted(range(len(trees)), key=lambda i: -trees[i].targets):
+        owner = load.index(min(load))
+        load[owner] += trees[index].targets
+        if owner == ranks.rank("dp"):
+            mine.add(index)
+    return mine
 
 
 def _join(parts: Sequence[Scores]) -> Scores:

@@ -1,0 +1,109 @@
+"""One of several processes of a check: gradients of shared-out trees against conventional training on one process.
+
+Started by `longstraw_agents.launch`, as `python -m tests.parallel_worker OUTPUT CASES LAYOUT` with both as JSON. Process 0
+writes one JSON line per case to the file OUTPUT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstraw_agents.segmenter import PrefixTree, segment
+from longstraw_agents.trainer import comparison, conventional
+from longstraw_agents.trainer.experts import share_experts, whole
+from longstraw_agents.trainer.lifting import lifted
+from longstraw_agents.trainer.ranks import Layout, Ranks, join, leave
+from longstraw_agents.trainer.reduction import sum_gradients
+from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.update import share_out
+from tests import models as zoo
+from tests.test_replay import deep_group
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of the zoo, how it is trained, and how its trees are run."""
+
+    name: str
+    training: str = "full"
+    gradient: str = "exact"
+    chunk: int = 50
+    pack: int = 200
+    trees: int = 1
+    score: bool = False
+
+
+def reference(case: Case, groups: list[Any], c: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Gradients and log-probabilities on one process: conventional ones, or our own where the gradient is detached."""
+    model = zoo.build(case.name, training=case.training, dtype=torch.float64)
+    logps = []
+    for group, part in zip(groups, c, strict=True):
+        if case.gradient == "exact":
+            logps.append(conventional.backward(model, group, lambda values, part=part: (part * values).sum())[1])
+        else:
+            replay = Engine(model, ReplayConfig(case.gradient, chunk=case.chunk, pack=case.pack)).open(segment(group))
+            logps.append(replay.backward(part).logp)
+    return comparison.gradients(model), torch.cat(logps)
+
+
+def shared(
+    case: Case, trees: list[PrefixTree], c: list[torch.Tensor], ranks: Ranks
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, int]]:
+    """The same from all processes, with the bytes of state that this one held."""
+    model = zoo.build(case.name, training=case.training, dtype=torch.float64)
+    sharded = share_experts(model, ranks)
+    engine, mine, logps, held = Engine(model, ReplayConfig(case.gradient, case.chunk, case.pack), ranks), set(), [], {}
+    mine = share_out(trees, ranks)
+    for index, (tree, part) in enumerate(zip(trees, c, strict=True)):
+        if index not in mine:
+            logps.append(torch.zeros(len(part), dtype=torch.float64))
+            continue
+        replay = engine.open(tree)
+        if case.score:
+            replay.score()
+        logps.append(replay.backward(part).logp)
+        held = replay.state.nbytes()
+    sum_gradients([(n, p) for n, p in model.named_parameters() if p.requires_grad], ranks, sharded)
+    gradients = {name: whole(name, grad, ranks, sharded) for name, grad in comparison.gradients(model).items()}
+    return gradients, ranks.sum(torch.cat(logps), "dp"), held
+
+
+def check(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Differences of one case, on process 0; the others return what they held."""
+    vocabulary = zoo.CONFIGS[case.name]()[1].vocab_size
+    groups = [deep_group(vocabulary, seed) for seed in range(case.trees)]
+    trees = [segment(group) for group in groups]
+    generator = torch.Generator().manual_seed(1)
+    c = [torch.randn(len(tree.entry_node), dtype=torch.float64, generator=generator) for tree in trees]
+    with lifted():
+        gradients, logp, held = shared(case, trees, c, ranks)
+        found: dict[str, Any] = {"state_bytes": ranks.gather_objects(held.get("state", 0))}
+        if ranks.number == 0:
+            expected, expected_logp = reference(case, groups, c)
+            difference = comparison.compare(gradients, expected)
+            found |= {"worst": difference.worst, "worst_name": difference.worst_name}
+            found["logp"] = float((logp - expected_logp).abs().max())
+    return found
+
+
+def main(output: str, cases: str, layout: str) -> None:
+    """Run all cases; see the module's head."""
+    torch.set_num_threads(1)
+    ranks = join(Layout(**json.loads(layout)))
+    for settings in json.loads(cases):
+        found = check(Case(**settings), ranks)
+        costs = ranks.costs()
+        if ranks.number == 0:
+            with Path(output).open("a") as file:
+                file.write(json.dumps(settings | found | {"ranks": costs}) + "\n")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

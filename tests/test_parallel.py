@@ -1,0 +1,56 @@
+"""Several processes give the gradient of one: context, data and expert parallelism on gloo, in float64."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstraw_agents.errors import ConfigError, RankError
+from longstraw_agents.launch import launch
+from longstraw_agents.trainer.ranks import Layout
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_cases(tmp_path: Path, cases: list[dict[str, Any]], **layout: int) -> list[dict[str, Any]]:
+    output = tmp_path / "results"
+    command = [sys.executable, "-m", "tests.parallel_worker", str(output), json.dumps(cases), json.dumps(layout)]
+    launch(command, Layout(**layout).size, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_two_processes_share_tokens(tmp_path: Path) -> None:
+    """Attention, windows with fewer keys than a run, recurrences; packed branches, long leaves, spans that do not divide."""
+    cases = [
+        {"name": "llama", "chunk": 50, "pack": 200, "score": True},
+        {"name": "llama", "training": "lora", "gradient": "detached", "chunk": 64, "pack": 200},
+        {"name": "gemma3", "chunk": 33, "pack": 1},
+        {"name": "qwen3_5", "chunk": 65, "pack": 200},
+    ]
+    for found in run_cases(tmp_path, cases, cp=2):
+        assert found["worst"] < 1e-10 and found["logp"] < 1e-10, found
+        assert all(entry["sent_bytes"] for entry in found["ranks"])
+
+
+def test_two_processes_share_trees_or_experts(tmp_path: Path) -> None:
+    assert all(found["worst"] < 1e-10 for found in run_cases(tmp_path, [{"name": "llama", "trees": 2}], dp=2))
+    (tmp_path / "results").unlink()
+    assert all(found["worst"] < 1e-10 for found in run_cases(tmp_path, [{"name": "qwen3_moe"}], ep=2))
+
+
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cp is 0"):
+        Layout(cp=0)
+
+
+def test_the_process_that_failed_is_named() -> None:
+    script = "import os, sys, time; r = int(os.environ['RANK']); time.sleep(0.3 if r else 0); sys.exit([75, 3][r])"
+    with pytest.raises(RankError, match="process 1 of 2 ended with exit status 3"):
+        launch([sys.executable, "-c", script], 2, grace=5)
+    script = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"
+    with pytest.raises(RankError, match="process 1 of 3 was killed by SIGKILL"):
+        launch([sys.executable, "-c", script], 3, grace=0.2)
