@@ -18,6 +18,7 @@ from longstraw_agents.trainer.attention import ACTIVE
 from longstraw_agents.trainer.context import Context, SharedAttentionState
 from longstraw_agents.trainer.heads import SharedRecurrentState
 from longstraw_agents.trainer.latent import LatentState
+from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.routing import RoutingState, routers, routing
 from longstraw_agents.trainer.sparse import SparseState, indexers, selecting
 from longstraw_agents.trainer.state import AttentionState, LayerState, RecurrentState, StateCache
@@ -78,7 +79,9 @@ def layer_types(model: Any) -> list[str]:
     return list(types)
 
 
-def make_state(model: Any, capacity: int, context: Context | None = None) -> StateCache:
+def make_state(
+    model: Any, capacity: int, context: Context | None = None, placement: Placement | None = None
+) -> StateCache:
     """Fresh states for `capacity` positions of the unwrapped model; raises ModelError, naming what is not known.
 
     context: where several processes share a run, how; `capacity` is then this process's share.
@@ -93,6 +96,8 @@ def make_state(model: Any, capacity: int, context: Context | None = None) -> Sta
         cache = StateCache([SHARED_STATES[kind](capacity, context) for kind in types])
     for state, layer in zip(cache.layers, model.get_decoder().layers, strict=True):
         state.device = next(layer.parameters()).device
+        if placement is not None:
+            state.put(placement)
     for index, _ in routers(model):
         cache.layers[index].routing = RoutingState()
     return cache

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from longstraw_agents.trainer.attention import Spec, Visibility, first_seen, merge, part_backward, part_forward
 from longstraw_agents.trainer.ranks import Ranks
-from longstraw_agents.trainer.state import AttentionState, Run, Seed, wide
+from longstraw_agents.trainer.stack import wide
+from longstraw_agents.trainer.state import AttentionState, Run, Seed
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from longstraw_agents.trainer.context import Context
 from longstraw_agents.trainer.ranks import Ranks
-from longstraw_agents.trainer.state import RecurrentState, wide
+from longstraw_agents.trainer.stack import wide
+from longstraw_agents.trainer.state import RecurrentState
 
 #: The functions through which transformers' models compute the delta rule: one name for many tokens, one for a single one.
 _RULE, _SINGLE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"

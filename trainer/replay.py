@@ -34,10 +34,12 @@ from longstraw_agents.trainer.context import Context
 from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
 from longstraw_agents.trainer.head import find_head
 from longstraw_agents.trainer.heads import shared_rules
+from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.recapture import FreshStates, Recapture, Span
+from longstraw_agents.trainer.stack import wide
 from longstraw_agents.trainer.stamps import WeightStamps, require_fresh
-from longstraw_agents.trainer.state import Run, StateCache, wide
+from longstraw_agents.trainer.state import Run, StateCache
 
 GRADIENTS = ("exact", "detached")
 
@@ -51,6 +53,7 @@ class ReplayConfig:
     pack: int = 512
     logit_piece: int = 256
     temperature: float = 1.0
+    placement: Placement = field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         if self.gradient not in GRADIENTS:
@@ -190,7 +193,7 @@ class TreeReplay:
     def __post_init__(self) -> None:
         self._flat = _Flat.of(self.tree, self.engine.device)
         self._spans: dict[int, list[Span]] = {}  # of captured nodes, where states are kept
-        self.state = make_state(self.engine.base, self._capacity(), self.engine.context)
+        self.state = make_state(self.engine.base, self._capacity(), self.engine.context, self.engine.config.placement)
         self.state.frontier = self.engine.frontier
         stamps = self.engine.stamps.stamps()
         self._stamps = stamps.states

@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from longstraw_agents.errors import ModelError, StaleStateError
+from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.attention import Spec
 from longstraw_agents.trainer.latent import LatentState, require_latent
-from longstraw_agents.trainer.state import Run, Stack
+from longstraw_agents.trainer.pages import HostStack, Placement
+from longstraw_agents.trainer.stack import Stack
+from longstraw_agents.trainer.state import Run
 
 #: Elements of float held at once: scores of the indexer [B, S, heads, keys], and gathered latents [B, s, n, R].
 _ELEMENTS = 2**27
@@ -52,6 +54,11 @@ class SparseState(LatentState):
         self._digests: dict[int, Tensor] = {}
         self._block: tuple[int, int] | None = None
         self._own_BTI: Tensor | None = None
+
+    def put(self, placement: Placement) -> None:
+        super().put(placement)
+        if placement.place == "host":
+            self.index = HostStack(self.index.capacity, placement.page)
 
     # -- selection ------------------------------------------------------------------------------------------------------
 
@@ -206,9 +213,7 @@ class _Gather(torch.autograd.Function):
         own = own_BTR[rows, (picks_BSn - run.start).clamp(min=0)]
         if run.start == 0:
             return own
-        if stack.values_PKD is None:
-            raise StaleStateError(f"positions 0 to {run.start} were read before anything was captured")
-        before = stack.values_PKD[picks_BSn.clamp(0, run.start - 1), 0]
+        before = stack.pick(picks_BSn.clamp(0, run.start - 1), run.start)
         return torch.where((picks_BSn >= run.start)[..., None], own, before)
 
     @staticmethod

@@ -32,6 +32,8 @@ from transformers.cache_utils import Cache
 
 from longstraw_agents.errors import ModelError, StaleStateError
 from longstraw_agents.trainer.attention import PrefixAttention, Spec
+from longstraw_agents.trainer.pages import HostStack, Placement, page_borders, staged
+from longstraw_agents.trainer.stack import Stack, wide
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,6 @@ class Run:
 
 
 Seed = tuple[Tensor, Tensor]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of cotangents and merges: float32, or the compute type where that is wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Decisions(Protocol):
@@ -84,6 +81,10 @@ class LayerState(ABC):
         """Prepare for a run's forward."""
         self.run = run
 
+    def put(self, placement: Placement) -> None:
+        """Choose where the state lies. By default it stays on the device: what does not grow with the length is small."""
+        return None
+
     @abstractmethod
     def seeds(self) -> list[Seed]:
         """After a replay's forward: this run's outputs that later runs read, with their cotangents, which are cleared here."""
@@ -109,73 +110,19 @@ class LayerState(ABC):
         """Bytes held: {"state": ..., "cotangent": ...}."""
 
 
-class Stack:
-    """One tensor kind of one layer along the path, position-major so that positions are contiguous: [P, K, D]."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.values_PKD: Tensor | None = None
-        self.cotangent_PKD: Tensor | None = None
-        self._base = 0  # the position of the cotangent's first row: in detached mode nothing before a node's start has one
-
-    def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
-        """Copy a run's [1, K, T, D] to the positions from `start` on. `device`: where the stack is to lie, if it is new."""
-        _, K, T, D = new_1KTD.shape
-        if start + T > self.capacity:
-            raise StaleStateError(
-                f"a run writes positions {start} to {start + T} into a state made for {self.capacity}; "
-                "make the state for the longest path"
-            )
-        if self.values_PKD is None:
-            # One allocation for the whole path: its bytes are exactly what the planner counts.
-            self.values_PKD = torch.empty(self.capacity, K, D, dtype=new_1KTD.dtype, device=device or new_1KTD.device)
-        self.values_PKD[start : start + T].copy_(new_1KTD[0].transpose(0, 1))
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """The values of [start, stop) as [1, K, S, D], without a copy."""
-        if self.values_PKD is None:
-            raise StaleStateError(f"positions {start} to {stop} were read before anything was captured")
-        return self.values_PKD[start:stop].transpose(0, 1)[None]
-
-    def add(self, start: int, grad_1KSD: Tensor, cut: int) -> None:
-        """Add to the cotangent of the positions from `start` on; none is kept for positions before the run's `cut`."""
-        cotangent = self._cotangent(cut)
-        first = start - self._base
-        cotangent[first : first + grad_1KSD.shape[2]] += grad_1KSD[0].transpose(0, 1)
-
-    def add_at(self, positions_M: Tensor, grad_MD: Tensor, cut: int) -> None:
-        """Add to the cotangent at positions (none before `cut`, each any number of times) of a stack with one key head."""
-        cotangent = self._cotangent(cut)
-        cotangent[:, 0].index_add_(0, positions_M - self._base, grad_MD.to(cotangent.dtype))
-
-    def _cotangent(self, cut: int) -> Tensor:
-        assert self.values_PKD is not None
-        if self.cotangent_PKD is None or cut < self._base:
-            # A lower cut than before means another node in detached mode; what lay above was taken, so nothing is lost.
-            self._base = cut
-            self.cotangent_PKD = torch.zeros_like(self.values_PKD[cut:], dtype=wide(self.values_PKD.dtype))
-        return self.cotangent_PKD
-
-    def take(self, start: int, stop: int) -> Tensor | None:
-        """The cotangent of [start, stop) as [1, K, S, D], cleared from the stack; None where there is none."""
-        if self.cotangent_PKD is None or start < self._base:
-            return None
-        part = self.cotangent_PKD[start - self._base : stop - self._base]
-        taken = part.transpose(0, 1)[None].clone()
-        part.zero_()
-        return taken
-
-    def nbytes(self) -> dict[str, int]:
-        size = lambda tensor: 0 if tensor is None else tensor.nbytes
-        return {"state": size(self.values_PKD), "cotangent": size(self.cotangent_PKD)}
-
-
 class AttentionState(LayerState):
     """Keys and values of an attention layer, after the rotary embedding: two stacks."""
 
     def __init__(self, capacity: int) -> None:
         self.keys, self.values = Stack(capacity), Stack(capacity)
+        self.placement = Placement()
         self._own: tuple[Tensor, Tensor] | None = None
+
+    def put(self, placement: Placement) -> None:
+        """Choose where this layer's state lies; before anything is captured."""
+        self.placement = placement
+        if placement.place == "host":
+            self.keys, self.values = (HostStack(stack.capacity, placement.page) for stack in (self.keys, self.values))
 
     def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the layer with the chunk's keys and values; gives them back alone (the prefix is read block by block)."""
@@ -225,15 +172,16 @@ class StoredPrefix:
         self._cut, self.length = run.cut, run.start
 
     def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The whole visible prefix: one block, as it is contiguous. In detached mode two, parted at the cut."""
-        borders = sorted({first, self.length} | ({self._cut} if first < self._cut < self.length else set()))
-        for start, stop in zip(borders, borders[1:], strict=False):
-            yield start, self._state.keys.read(start, stop), self._state.values.read(start, stop)
+        """The visible prefix: one block where it lies on the device, pages where it does not, parted at the cut."""
+        stacks = (self._state.keys, self._state.values)
+        borders = page_borders(first, self.length, self._cut, getattr(stacks[0], "page", None))
+        for start, (k, v) in staged(stacks, borders):
+            yield start, k, v
 
     def joined(self, k_1KTD: Tensor, v_1KTE: Tensor) -> tuple[Tensor, Tensor] | None:
         """One row's chunk lies after its prefix in the same stacks; a replay writes it there too."""
         run = self._run
-        if run.rows != 1:
+        if run.rows != 1 or self._state.placement.place != "device":
             return None
         if not run.writes:
             self._state.keys.write(run.start, k_1KTD.detach())

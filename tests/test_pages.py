@@ -1,0 +1,55 @@
+"""States in host memory give the numbers of states on the device, page by page, and own exactly their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longstraw_agents.errors import ConfigError, StaleStateError
+from longstraw_agents.segmenter import segment
+from longstraw_agents.trainer import comparison
+from longstraw_agents.trainer.pages import HostStack, Placement
+from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.stack import Stack
+from tests import models as zoo
+from tests.test_replay import coefficients, deep_group
+
+
+@pytest.mark.parametrize("gradient", ["exact", "detached"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_5", "deepseek_v3", "glm_moe_dsa"])
+def test_host_pages_give_the_gradient_of_device_pages(name: str, gradient: str) -> None:
+    model = zoo.build(name, dtype=torch.float64)
+    tree = segment(deep_group(model.config.get_text_config().vocab_size))
+    gradients = []
+    for placement in (Placement(), Placement("host", page=19)):
+        config = ReplayConfig(gradient, chunk=40, pack=100, placement=placement)
+        replay = Engine(model, config).open(tree)
+        replay.score()
+        replay.backward(coefficients(len(tree.entry_node)))
+        gradients.append(comparison.gradients(model))
+        model.zero_grad()
+    # not to the bit: a prefix in pages is a sum of more parts (and the models' own float32 parts see other roundings)
+    assert comparison.compare(gradients[1], gradients[0]).worst < 1e-6
+
+
+@pytest.mark.parametrize("make", [Stack, lambda capacity: HostStack(capacity, page=7)])
+def test_a_stack_owns_exactly_its_bytes_and_refuses_what_does_not_fit(make) -> None:
+    stack = make(50)
+    with pytest.raises(StaleStateError, match="before anything was captured"):
+        stack.read(0, 1)
+    stack.write(0, torch.ones(1, 2, 30, 8))
+    stack.add(10, torch.ones(1, 2, 20, 8), 0)
+    stack.add(25, torch.ones(1, 2, 5, 8), 0)
+    assert stack.nbytes() == {"state": 50 * 2 * 8 * 4, "cotangent": 50 * 2 * 8 * 4}
+    for tensor in (stack.values_PKD, stack.cotangent_PKD):
+        assert tensor.untyped_storage().nbytes() == 50 * 2 * 8 * 4
+    taken = stack.take(20, 30)
+    assert taken.shape == (1, 2, 10, 8) and taken[0, 0, :, 0].tolist() == [1.0] * 5 + [2.0] * 5
+    assert not stack.take(20, 30).any() and stack.take(10, 20).all()
+    with pytest.raises(StaleStateError, match="made for 50"):
+        stack.write(45, torch.ones(1, 2, 6, 8))
+
+
+def test_a_place_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device, host"):
+        Placement("moon")

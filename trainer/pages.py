@@ -1,0 +1,140 @@
+"""States in host memory: the same stacks, read by the device page by page.
+
+Idea: a state that the device cannot hold lies in pinned host memory, cotangents beside it. A layer's prefix is staged one page at
+a time: while the device computes on a page, a side stream copies the next one, in the order in which attention reads them. All
+traffic goes through the device's own queue of copies, so the host never touches the bytes while a copy is under way, and what
+the device reads is what it wrote before. Without a GPU the same code runs on plain memory: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longstraw_agents.errors import ConfigError
+from longstraw_agents.trainer.stack import Stack, wide
+
+PLACES = ("device", "host")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where states lie ("device" or "host"), and how many positions a staged page has."""
+
+    place: str = "device"
+    page: int = 65536
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise ConfigError(f"place is {self.place!r}; choose one of {', '.join(PLACES)}")
+        if self.page < 1:
+            raise ConfigError(f"page is {self.page}; it counts positions and must be at least 1")
+
+
+class HostStack(Stack):
+    """A stack in pinned host memory. `read` gives a copy on the device; cotangents are added to on the device and put back."""
+
+    def __init__(self, capacity: int, page: int) -> None:
+        super().__init__(capacity)
+        self.page = page
+        self._device = torch.device("cpu")
+
+    def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
+        self._device = new_1KTD.device if device is None else device
+        if self.values_PKD is None:
+            _, K, _, D = new_1KTD.shape
+            self.values_PKD = self._pinned(self.capacity, K, D, dtype=new_1KTD.dtype)
+        self._refuse_overflow(start, new_1KTD)
+        self.values_PKD[start : start + new_1KTD.shape[2]].copy_(new_1KTD[0].transpose(0, 1).contiguous(), non_blocking=True)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return super().read(start, stop)[0].transpose(0, 1).to(self._device, non_blocking=True).transpose(0, 1)[None]
+
+    def pick(self, positions: Tensor, stop: int) -> Tensor:
+        return self.read(0, stop)[0, 0][positions]
+
+    def add(self, start: int, grad_1KSD: Tensor, cut: int) -> None:
+        cotangent = self._cotangent(cut)
+        for first in range(0, grad_1KSD.shape[2], self.page):
+            piece = grad_1KSD[0, :, first : first + self.page].transpose(0, 1)
+            begin = start - self._base + first
+            held = cotangent[begin : begin + len(piece)]
+            held.copy_(held.to(self._device, non_blocking=True) + piece, non_blocking=True)
+
+    def add_at(self, positions_M: Tensor, grad_MD: Tensor, cut: int) -> None:
+        cotangent = self._cotangent(cut)
+        staged = cotangent[:, 0].to(self._device, non_blocking=True)
+        staged = staged.index_add(0, positions_M - self._base, grad_MD.to(staged.dtype))
+        cotangent[:, 0].copy_(staged, non_blocking=True)
+
+    def take(self, start: int, stop: int) -> Tensor | None:
+        if self.cotangent_PKD is None or start < self._base:
+            return None
+        part = self.cotangent_PKD[start - self._base : stop - self._base]
+        taken = part.to(self._device, non_blocking=True, copy=True)
+        part.copy_(torch.zeros_like(taken), non_blocking=True)  # through the same queue, so after the copy above
+        return taken.transpose(0, 1)[None]
+
+    def _cotangent(self, cut: int) -> Tensor:
+        assert self.values_PKD is not None
+        if self.cotangent_PKD is None or cut < self._base:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # copies into the old cotangent may be under way
+            self._base = cut
+            _, K, D = self.values_PKD.shape
+            self.cotangent_PKD = self._pinned(self.capacity - cut, K, D, dtype=wide(self.values_PKD.dtype)).zero_()
+        return self.cotangent_PKD
+
+    def _pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+def staged(stacks: Sequence[Stack], borders: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Yield (start, one [1, K, S, D] of each stack) for each span between neighbouring borders, the next one on its way.
+
+    Stacks on the device give views of what they hold.
+    """
+    spans = list(zip(borders, borders[1:], strict=False))
+    host = [stack for stack in stacks if isinstance(stack, HostStack)]
+    if not host or host[0]._device.type != "cuda":
+        for start, stop in spans:
+            yield start, tuple(stack.read(start, stop) for stack in stacks)
+        return
+    main = torch.cuda.current_stream(host[0]._device)
+    side = _side_stream(host[0]._device)
+
+    def load(start: int, stop: int) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
+        side.wait_stream(main)  # what was written last is in host memory before it is read
+        with torch.cuda.stream(side):
+            page = tuple(stack.read(start, stop) for stack in stacks)
+        return page, side.record_event()
+
+    ahead = load(*spans[0]) if spans else None
+    for index, (start, _) in enumerate(spans):
+        assert ahead is not None
+        page, ready = ahead
+        ahead = load(*spans[index + 1]) if index + 1 < len(spans) else None
+        main.wait_event(ready)
+        for tensor in page:
+            tensor.record_stream(main)  # its memory is reused only after the computation that reads it
+        yield start, page
+
+
+def page_borders(first: int, stop: int, cut: int, page: int | None) -> list[int]:
+    """Borders of the blocks in [first, stop): at the cut, where gradients begin, and every `page` positions."""
+    borders = {first, stop} | ({cut} if first < cut < stop else set())
+    if page is not None:
+        borders |= set(range(first, stop, page))
+    return sorted(borders)
+
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
