@@ -96,6 +96,9 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.options = self._defaults
         self._episode: Episode | None = None
         self._tokens = 0
+        self._digests: list[str] = []
+        self._recorded: list[ToolCall] = []
+        self._repeat_all = True
 
     # What a subclass overrides
 
@@ -135,6 +138,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         env_id = self.spec.id if self.spec is not None else type(self).__name__
         self._episode = Episode(Task(env_id, seed, split, given), list(messages))
         self._tokens = 0
+        self._digests = []
         observation = self._observe(messages)
         return observation, {"messages": messages, "task": self._episode.task, "tools": self.tool_definitions()}
 
@@ -174,6 +178,50 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise EnvironmentFault("there is no episode yet; call reset first")
         return self._episode
 
+    def snapshot(self) -> dict[str, Any]:
+        """The episode so far as JSON-able values: the task, the actions, what their calls gave, and the subclass's state."""
+        episode = self.episode
+        calls = [[[call.name, call.result, call.error] for call in turn] for turn in episode.calls]
+        task = {"seed": episode.task.seed, "options": {**episode.task.options, "split": episode.task.split}}
+        return {
+            "task": task, "actions": list(episode.actions), "calls": calls, "digests": list(self._digests),
+            "state": self.get_state(),
+        }  # fmt: skip
+
+    def restore(self, snapshot: Mapping[str, Any], turns: int | None = None) -> dict[str, Any]:
+        """Bring an episode back, whole or its first `turns`: to fork it, or to go on where a run was stopped.
+
+        The task is made again from its seed and the actions are taken again; tools that are not `repeatable` give what they
+        gave then. A subclass's saved state replaces what repeating made. Returns the last step's (or reset's) info. Raises
+        EnvironmentFault where the environment now says something else than then. Digests may be missing: then it can't tell.
+        """
+        task, digests, state = snapshot["task"], snapshot.get("digests"), snapshot.get("state")
+        count = len(snapshot["actions"]) if turns is None else turns
+        _, info = self.reset(seed=task["seed"], options=dict(task["options"]))
+        stateful = state is not None and count == len(snapshot["actions"])
+        for turn, action in enumerate(snapshot["actions"][:count]):
+            recorded = snapshot.get("calls", [])[turn: turn + 1]
+            self._recorded = [ToolCall(name, {}, result, error) for name, result, error in recorded[0]] if recorded else []
+            self._repeat_all = not stateful
+            *_, info = self.step(action)
+            self._recorded, self._repeat_all = [], True
+        if stateful:
+            self.set_state(state)
+        if digests is not None and self._digests != digests[: count + 1]:
+            turn = next(i for i, (now, then) in enumerate(zip(self._digests, digests, strict=False)) if now != then)
+            raise EnvironmentFault(
+                f"the restored episode differs from turn {turn} on: the environment depends on more than seed and actions; "
+                "mark tools whose results change as not repeatable, or override get_state and set_state"
+            )
+        return info
+
+    def get_state(self) -> Any:
+        """What seed and actions do not bring back, as JSON-able values; None where they bring back everything."""
+        return None
+
+    def set_state(self, state: Any) -> None:
+        """Take a state that `get_state` gave, after the actions were taken again with recorded tool results."""
+
     def tool_definitions(self) -> list[dict[str, Any]]:
         """The tools as chat templates and OpenAI-compatible servers expect them."""
         return [each.definition for each in self.tools.values()]
@@ -211,6 +259,7 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def call(self, parsed: ParsedCall) -> ToolCall:
         """Run one call; a fault of any kind is in the ToolCall's `error`."""
+        then = self._recorded.pop(0) if self._recorded else None
         if parsed.error is not None:
             return ToolCall(parsed.name, {}, error=parsed.error)
         chosen = self.tools.get(parsed.name)
@@ -222,6 +271,8 @@ class ToolEnv(gymnasium.Env[str, str]):
         arguments = {**dict(zip(chosen.schema.get("properties", {}), parsed.positional, strict=False)), **parsed.arguments}
         if len(parsed.positional) > len(chosen.schema.get("properties", {})):
             return ToolCall(parsed.name, arguments, error=f"{parsed.name} was given {len(parsed.positional)} values: too many")
+        if then is not None and not (chosen.repeatable and self._repeat_all):
+            return ToolCall(parsed.name, arguments, then.result, then.error)
         outcome = chosen.run(arguments)
         return ToolCall(parsed.name, arguments, outcome.result, outcome.error, outcome.seconds)
 
@@ -250,6 +301,7 @@ class ToolEnv(gymnasium.Env[str, str]):
     def _observe(self, messages: Sequence[Message]) -> str:
         observation = "\n".join(message.content for message in messages)
         self._tokens += self.count_tokens(observation)
+        self._digests.append(hashlib.blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest())
         return observation
 
     def _exhausted(self) -> bool:

@@ -69,6 +69,7 @@ class Tool:
     arguments_model: type[pydantic.BaseModel] | None = None
     limits: ToolLimits = ToolLimits()
     isolated: bool = False
+    repeatable: bool = True  # False: a restored episode takes the recorded result instead of calling again
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Tool:
         if instance is None or not _takes_self(self.function):

@@ -21,7 +21,7 @@ from longstraw_agents.envs.rewards import Episode, Grade, RewardPart
 from longstraw_agents.envs.sandbox import Sandbox, SandboxConfig, require
 from longstraw_agents.envs.tool_env import ToolEnv, in_split
 from longstraw_agents.envs.tools import ToolLimits, clip, tool
-from longstraw_agents.errors import ToolFault
+from longstraw_agents.errors import EnvironmentFault, ToolFault
 
 #: name -> (what the task says, the Python line that does it, what it does); {k} is a number of the task
 OPERATIONS: dict[str, tuple[str, str, Callable[[list[int], int], list[int]]]] = {
@@ -155,6 +155,21 @@ class WorkspaceEnv(ToolEnv):
         passed = sum(result == self.expected(values) for result, values in zip(results, self.hidden, strict=True))
         solved = passed == len(self.hidden)
         return Grade(solved, {"tests": passed / len(self.hidden), "solved": float(solved)})
+
+    def get_state(self) -> str:
+        """The folder as a tar file in base64, packed inside the sandbox."""
+        large = SandboxConfig(seconds=60, output_bytes=4 * self.limits.disk_mb * 2**20)
+        done = Sandbox(self.sandbox.folder, large, self.sandbox._uid).run(
+            ["/bin/sh", "-c", "tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . | base64 -w0"], write=False
+        )
+        return done.output
+
+    def set_state(self, state: str) -> None:
+        """Replace the folder's files; unpacked inside the sandbox, where no name in it can lead outside."""
+        command = ["/bin/sh", "-c", "find . -mindepth 1 -delete; base64 -d | tar -xf - --no-same-owner"]
+        done = self.sandbox.run(command, stdin=state.encode())
+        if done.status != 0:
+            raise EnvironmentFault(f"the saved folder could not be unpacked: {done.output.strip()[:200]}")
 
     def solver(self) -> Generator[str, str, None]:
         yield '<tool_call>{"name": "read_file", "arguments": {"path": "README.md"}}</tool_call>'

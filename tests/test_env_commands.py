@@ -1,0 +1,78 @@
+"""`longstraw init`, `envs list`, `envs check` and `play`."""
+
+import json
+import sys
+
+import gymnasium
+import pytest
+from click.testing import CliRunner
+
+from longstraw_agents.cli import main
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known, modules = set(gymnasium.registry), set(sys.modules)
+    yield lambda *arguments, **more: CliRunner().invoke(main, arguments, **more)
+    for name in set(gymnasium.registry) - known:
+        del gymnasium.registry[name]
+    for name in {"environment"} & (set(sys.modules) - modules):
+        del sys.modules[name]
+
+
+def test_what_init_writes_passes_the_check_and_loads(run, tmp_path):
+    assert run("init").exit_code == 0
+    checked = run("envs", "check", "environment.py", "--tasks", "3", "--json", "report.json")
+    assert checked.exit_code == 0, checked.output
+    findings = json.loads((tmp_path / "report.json").read_text())["Sums-v0"]
+    assert len(findings) == 7 and all(finding["holds"] for finding in findings)
+
+
+def test_the_configuration_that_init_writes_loads(run, tmp_path):
+    pytest.importorskip("torch")
+    from longstraw_agents import config
+    from longstraw_agents.loop import RunConfig
+
+    run("init")
+    loaded = config.load(tmp_path / "longstraw.toml", RunConfig)
+    assert loaded.tasks.env == "environment:Sums-v0" and loaded.model.adapter.rank == 8
+
+
+def test_init_keeps_what_exists(run, tmp_path):
+    (tmp_path / "environment.py").write_text("mine")
+    assert "kept" in run("init").output
+    assert (tmp_path / "environment.py").read_text() == "mine" and (tmp_path / "longstraw.toml").exists()
+
+
+def test_the_check_finds_what_is_wrong(run, tmp_path):
+    run("init")
+    path = tmp_path / "environment.py"
+    path.write_text(path.read_text().replace("if in_split(", "if True or in_split(").replace("str(self.a + self.b)", '"0"')
+                    .replace("rng.integers(10, 1000, 2)", "rng.integers(0, 2, 2) * 0 + __import__('random').randrange(10**6)"))
+    checked = run("envs", "check", "environment.py", "--tasks", "4")
+    assert checked.exit_code == 1
+    failed = [line for line in checked.output.splitlines() if "FAIL" in line]
+    assert any("seed" in line for line in failed) and any("solver" in line for line in failed)
+
+
+def test_list_names_every_built_in(run):
+    listed = run("envs", "list", "--json", "list.json").output
+    for name in ("Lookup", "DocumentSearch", "Workspace", "SQLAnalyst", "Ledger", "Reasoning"):
+        assert f"longstraw/{name}-v0" in listed
+
+
+def test_a_person_plays(run):
+    shown = run("play", "longstraw/Ledger-v0", "--option", "sessions=1", input="<answer>no</answer>\n.\n")
+    assert shown.exit_code == 0 and "Question:" in shown.output and "success False" in shown.output
+
+
+def test_the_solver_plays(run):
+    shown = run("play", "longstraw/Lookup-v0", "--solve", "--split", "heldout")
+    assert "ended: answered; success True; reward 1.4" in shown.output
+
+
+def test_unknown_names_say_what_to_do(run):
+    assert "envs list" in run("play", "longstraw/Nothing-v0").output
+    assert "no file" in run("envs", "check", "missing.py").output
