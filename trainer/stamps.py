@@ -92,6 +92,17 @@ def first_trained_layer(decoder: nn.Module) -> int:
     return first
 
 
+def trains_states(decoder: nn.Module) -> bool:
+    """Whether some layer's state depends on a trained parameter; if not, no cotangent of a state is ever wanted."""
+    last = max((int(match[1]) for name, _ in decoder.named_parameters() if (match := _LAYER.search(name))), default=-1)
+    for name, parameter in decoder.named_parameters():
+        match = _LAYER.search(name)
+        above = bool(_FINAL_NORM.search(name)) if match is None else int(match[1]) == last and _AFTER_STATE.search(match[2])
+        if parameter.requires_grad and not above:
+            return True
+    return False
+
+
 class WeightStamps:
     """The digests that each layer's state depends on, for one model."""
 

@@ -26,6 +26,7 @@ from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
 from longstraw_agents.trainer.credit import spans
+from longstraw_agents.trainer.evidence import cite
 from longstraw_agents.trainer.experts import own_part, share_experts, whole
 from longstraw_agents.trainer.kernels import chosen
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
@@ -124,7 +125,7 @@ class Trainer:
         receipt.phases = phases.as_dict()
         receipt.setting["kernels"] = chosen()
         self._describe_ranks(receipt)
-        receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"}
+        receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"} | cite(self.model)
         return receipt
 
     # -- one optimizer step ---------------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""Prove that a model's gradient is exact: compare it with conventional training, parameter class by parameter class."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from longstraw_agents.terminal import json_option, write_json
+
+
+@click.command()
+@click.option("--model", "name", required=True, help="A folder, a hub name, or smollm2-135m-instruct.")
+@click.option("--length", default=512, show_default=True, help="Tokens that all trajectories share.")
+@click.option("--branch", default=48, show_default=True, help="Tokens of the longest branch.")
+@click.option("--group", default=4, show_default=True, help="Trajectories.")
+@click.option("--chunk", default=None, type=int, help="Inputs of one run [default: about a third of the length].")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float64", "float32", "bfloat16"]))
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--full", is_flag=True, help="Verify training of all parameters instead of a LoRA adapter on all linear layers.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--unproven", is_flag=True, help="Try a model type that is not on the list of known ones.")
+@click.option("--record", is_flag=True, help="Write exact.verify_smollm2_seconds to docs/figures.json.")
+@json_option
+def verify(
+    name: str, length: int, branch: int, group: int, chunk: int | None, dtype: str, device: str, full: bool, seed: int,
+    unproven: bool, record: bool, json_path: Path | None,
+) -> None:  # fmt: skip
+    """Exit status 0 if the evidence holds, 1 if it does not."""
+    from longstraw_agents.trainer import architectures, evidence
+    from longstraw_agents.trainer.models import SMOLLM2, LoraSettings, ModelConfig, load_model
+    from longstraw_agents.trainer.verification import VerifyConfig
+    from longstraw_agents.trainer.verification import verify as run
+
+    config = VerifyConfig(length, branch, group, chunk, seed)
+    model, _ = load_model(ModelConfig(name, dtype, device, None if full else LoraSettings(), seed))
+    if not full:
+        _randomize(model, seed)
+    if unproven:
+        architectures.accept(architectures.unwrap(model))
+    result = run(model, config, name, lambda text: click.echo(f"... {text}", err=True))
+    path = evidence.store(model, result)
+    write_json(json_path, result.to_dict())
+    _show(result)
+    click.echo(f"stored as {path}")
+    if record and name == SMOLLM2:
+        from longstraw_agents import figures
+
+        figures.record("exact.verify_smollm2_seconds", result.seconds, "s", trials=1, extra={"length": length, "group": group})
+    if not result.holds:
+        sys.exit(1)
+
+
+def _randomize(model: Any, seed: int) -> None:
+    """A new adapter's B is zero, and with it every gradient of A: draw it, so that the comparison sees A."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            values = torch.randn(parameter.shape, generator=generator) * 0.02
+            parameter.data.copy_(values.to(parameter))
+
+
+def _show(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, setting = Console(), result.setting
+    console.print(
+        f"{result.model}: {setting['model_type']}, {setting['layers']} layers, {setting['dtype']} on {setting['device']}; "
+        f"{setting['group']} trajectories on {setting['length']} shared tokens in chunks of {setting['chunk']}; "
+        f"{result.seconds:.1f} s", highlight=False,
+    )  # fmt: skip
+    own = any("conventional" in row for row in result.classes)
+    table = Table("parameter class", "error", *(["conventional's own"] if own else []), "without reverse", "worst tensor")
+    for row in result.classes:
+        cells = [row["class"], f"{row['error']:.1e}", *([f"{row['conventional']:.1e}"] if own else []), f"{row['detached']:.1e}"]
+        table.add_row(*cells, f"{row['worst']:.1e} {row['worst_name']}")
+    console.print(table)
+    for label, check in result.checks.items():
+        verdict = {True: "holds", False: "FAILS", None: "not applicable"}[check.holds]
+        console.print(f"{label:<8} {verdict:<15} {check.value:.2e} (bound {check.bound:g}): {check.what}", highlight=False)
+    flips = {kind: count for kind, count in result.flips.items() if count}
+    if flips:
+        console.print(f"decisions that a recomputation would have made otherwise: {flips}", highlight=False)
