@@ -225,7 +225,7 @@ class ContextAttention(torch.autograd.Function):
         for piece in _pieces(state, run, spec):
             at = slice(piece.first, piece.last)
             kb, vb = (k, v) if piece.rows is None else (state.keys.read(*piece.rows), state.values.read(*piece.rows))
-            part = part_forward(q_all[:, :, at], kb, vb, piece.see, spec)
+            part = part_forward(q_all[:, :, at].contiguous(), kb, vb, piece.see, spec)
             out[:, :, at], lse[:, :, at] = merge(out[:, :, at], lse[:, :, at], *part)
         merged, lse = context.merge_partials(out, lse)
         merged = merged.to(q.dtype)
@@ -246,8 +246,8 @@ class ContextAttention(torch.autograd.Function):
         for piece in _pieces(state, run, spec):
             at = slice(piece.first, piece.last)
             kb, vb = (k, v) if piece.rows is None else (state.keys.read(*piece.rows), state.values.read(*piece.rows))
-            given = (dout_all[:, :, at], q_all[:, :, at], kb, vb, out_all[:, :, at], lse_all[:, :, at])
-            dq_part, dk_part, dv_part = part_backward(*given, piece.see, spec)
+            dout_at, q_at, out_at, lse_at = (x[:, :, at].contiguous() for x in (dout_all, q_all, out_all, lse_all))
+            dq_part, dk_part, dv_part = part_backward(dout_at, q_at, kb, vb, out_at, lse_at, piece.see, spec)
             dq_all[:, :, at] += dq_part
             if piece.rows is None:
                 dk, dv = dk + dk_part, dv + dv_part
