@@ -259,12 +259,16 @@ def _machine() -> str:
     return text
 
 
+#: What checks write themselves does not make a checkout differ from its commit.
+_WRITTEN = [f":!docs/{name}" for name in ("figures.json", "exactness.json", "exactness.md")]
+
+
 def _commit() -> str:
     """The commit of the checkout with "+" when tracked files differ; LONGSTRAW_COMMIT where the tree came without git."""
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True, stderr=subprocess.DEVNULL).strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/figures.json"]
+        status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN]
         changed = subprocess.check_output(status, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("LONGSTRAW_COMMIT", "unknown")

@@ -56,3 +56,12 @@ def unequal_tree(seed: int = 0, root: int = 77) -> list[Trajectory]:
         mask[0], mask[-1] = False, True
         result.append(trajectory(f"t{index}", tokens, np.flatnonzero(mask), reward=float(index)))
     return result
+
+
+def short_tree(seed: int = 0) -> list[Trajectory]:
+    """Two trajectories that share 71 tokens and part into three and one: for runs of one token each."""
+    draw = np.random.default_rng(seed)
+    shared, left, right = (draw.integers(0, models.VOCABULARY, length) for length in (71, 3, 1))
+    right[0] = (left[0] + 1) % models.VOCABULARY
+    paths = [np.concatenate([shared, left]), np.concatenate([shared, right])]
+    return [trajectory(f"s{i}", path, np.r_[5, 40, 60, np.arange(71, len(path))], float(i)) for i, path in enumerate(paths)]

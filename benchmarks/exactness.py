@@ -1,0 +1,224 @@
+"""The matrix of exactness: every architecture x LoRA or full training x chunking x type, against conventional training.
+
+    python benchmarks/exactness.py --record                       all of it (about an hour on one core)
+    python benchmarks/exactness.py --record --only llama,qwen3    some architectures
+    python benchmarks/exactness.py --page                         write docs/exactness.md from what was recorded
+
+Models are tiny, of the real transformers classes with random weights (tests/models.py); trees are three nodes deep with loss on
+inner nodes and unequal branches (tests/trees.py). The loss's coefficients are fixed functions of log-probabilities.
+
+    lifted     float64 with all up-casts to float32 lifted on both sides: worst parameter
+    untouched  float64, the model as it is. Without recurrent layers: worst parameter. With them: our worst parameter's error over
+               that of the model's own differentiable split at the same borders, median of five seeds
+    float32    relative error of the whole gradient
+    bfloat16   our error over conventional training's own error, both against float32: median of five seeds
+    detached   relative error and cosine of the gradient without the reverse pass (lifted float64, LoRA)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from longstraw_agents import figures  # noqa: E402
+from longstraw_agents.segmenter import segment  # noqa: E402
+from longstraw_agents.trainer import comparison, verification  # noqa: E402
+from longstraw_agents.trainer.lifting import lifted  # noqa: E402
+from longstraw_agents.trainer.receipt import versions  # noqa: E402
+from longstraw_agents.trainer.replay import ReplayConfig  # noqa: E402
+from longstraw_agents.types import Trajectory  # noqa: E402
+from tests import models, splits, trees  # noqa: E402
+
+RESULTS = ROOT / "docs" / "exactness.json"
+PAGE = ROOT / "docs" / "exactness.md"
+TRAININGS = ("full", "lora")
+#: Inputs of a run: one (on a short tree), fewer than the window, two numbers that divide nothing, a delta chunk, all.
+CHUNKS = {"one": 1, "short": 7, "odd": 33, "sixty-four": 64, "whole": 10**6}
+SEEDS = range(5)
+FAILED = 1e9  # what a combination that raised counts as
+
+
+def loss(logp_N: torch.Tensor) -> torch.Tensor:
+    """Any smooth function of the log-probabilities that couples all tokens."""
+    weights_N = torch.linspace(-1.0, 2.0, len(logp_N), dtype=logp_N.dtype)
+    return (weights_N * logp_N).mean() + logp_N.mean().square()
+
+
+def against(model: Any, data: list[Trajectory], replay: ReplayConfig) -> comparison.Difference:
+    """Our gradient against conventional training's."""
+    reference = verification.theirs(model, data, loss)
+    return comparison.compare(verification.ours(model, data, loss, replay).gradient, reference.gradient)
+
+
+def run_lifted(name: str, training: str, chunking: str) -> float:
+    data = trees.short_tree() if chunking == "one" else trees.unequal_tree()
+    model = models.build(name, training=training, dtype=torch.float64)
+    with lifted():
+        return against(model, data, ReplayConfig(chunk=CHUNKS[chunking])).worst
+
+
+def run_untouched(name: str, training: str) -> float:
+    if name not in models.RECURRENT:
+        model = models.build(name, training=training, dtype=torch.float64)
+        return against(as_loaded(model), trees.unequal_tree(), ReplayConfig(chunk=CHUNKS["odd"])).worst
+    ratios = []
+    for seed in SEEDS:
+        model = as_loaded(models.build(name, training=training, dtype=torch.float64, seed=seed))
+        data = trees.unequal_tree(seed)
+        reference = verification.theirs(model, data, loss).gradient
+        ours = verification.ours(model, data, loss, ReplayConfig(chunk=CHUNKS["odd"])).gradient
+        own = splits.gradient(model, data, segment(data), CHUNKS["odd"], loss)
+        ratios.append(comparison.compare(ours, reference).worst / comparison.compare(own, reference).worst)
+    return statistics.median(ratios)
+
+
+def as_loaded(model: Any) -> Any:
+    """The attention that a loaded model has by default, which keeps float64, where its class supports it."""
+    config = verification.unwrap(model).config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is None:
+        config._attn_implementation = "sdpa"
+    return model
+
+
+def run_float32(name: str, training: str) -> float:
+    model = models.build(name, training=training)
+    return against(model, trees.unequal_tree(), ReplayConfig(chunk=CHUNKS["odd"])).global_relative
+
+
+def run_bfloat16(name: str, training: str) -> float:
+    ratios = []
+    for seed in SEEDS:
+        model, data = models.build(name, training=training, dtype=torch.bfloat16, seed=seed), trees.unequal_tree(seed)
+        own = verification.theirs(model, data, loss)
+        ours = verification.ours(model, data, loss, ReplayConfig(chunk=CHUNKS["odd"]))
+        reference = verification.theirs(model.float(), data, loss).gradient
+        error = lambda outcome, of=reference: comparison.compare(outcome.gradient, of).global_relative
+        ratios.append(error(ours) / error(own))
+    return statistics.median(ratios)
+
+
+def run_detached(name: str) -> tuple[float, float]:
+    model, data = models.build(name, training="lora", dtype=torch.float64), trees.unequal_tree()
+    with lifted():
+        difference = against(model, data, ReplayConfig("detached", chunk=CHUNKS["odd"]))
+    return difference.global_relative, difference.cosine
+
+
+def run_all(name: str) -> dict[str, float]:
+    """Every cell of one architecture: "part/training/chunking" -> value."""
+    cells: dict[str, float] = {}
+
+    def cell(key: str, run: Any, *arguments: Any) -> None:
+        started = time.perf_counter()
+        try:
+            cells[key] = run(*arguments)
+        except Exception as error:  # one that raises is a cell that fails; the rest of the matrix still runs
+            print(f"{name} {key} raised {type(error).__name__}: {error}")
+            cells[key] = FAILED
+        print(f"{name:<13} {key:<24} {cells[key]:.3g}   {time.perf_counter() - started:.1f} s", flush=True)
+
+    for training in TRAININGS:
+        for chunking in CHUNKS:
+            cell(f"lifted/{training}/{chunking}", run_lifted, name, training, chunking)
+        for part, run in (("untouched", run_untouched), ("float32", run_float32), ("bfloat16", run_bfloat16)):
+            cell(f"{part}/{training}", run, name, training)
+    error, cosine = run_detached(name)
+    return cells | {"detached/error": error, "detached/cosine": cosine}
+
+
+def record(name: str, cells: dict[str, float], seconds: float) -> None:
+    """Write one architecture's figures, and its cells for the page."""
+    worst = lambda part: max(value for key, value in cells.items() if key.startswith(part + "/"))
+    untouched = "float64_untouched_over_own_split" if name in models.RECURRENT else "float64_untouched"
+    command = f"python benchmarks/exactness.py --record --only {name}"
+    for figure, value, unit in (
+        ("float64_lifted", worst("lifted"), "relative error, worst parameter"),
+        (untouched, worst("untouched"), "ratio" if name in models.RECURRENT else "relative error, worst parameter"),
+        ("float32_global", worst("float32"), "relative error"),
+        ("bfloat16_over_conventional", worst("bfloat16"), "ratio"),
+        ("detached_relative_error", cells["detached/error"], "relative error"),
+        ("detached_cosine", cells["detached/cosine"], "cosine"),
+    ):
+        figures.record(f"exact.{figure}.{name}", value, unit, command=command)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    about = {"versions": versions(), "commit": figures._commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    known[name] = {"cells": cells, "seconds": round(seconds, 1)} | about
+    RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def expected_cells() -> list[str]:
+    """The keys that an architecture must have; one that is missing counts as failing."""
+    lifted_cells = [f"lifted/{training}/{chunking}" for training in TRAININGS for chunking in CHUNKS]
+    return lifted_cells + [f"{part}/{training}" for part in ("untouched", "float32", "bfloat16") for training in TRAININGS]
+
+
+def page() -> str:
+    """docs/exactness.md."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    lines = [
+        "# What was verified",
+        "",
+        "Written by `python benchmarks/exactness.py --page` from `docs/exactness.json`; never by hand. Each row is one",
+        "architecture at a small size: the real transformers class with random weights, on a tree three nodes deep with loss on",
+        "inner nodes and branches of unequal length. A combination that never ran counts as failing.",
+        "",
+        "Errors are relative, against conventional full-sequence training: of the worst parameter in float64, of the whole",
+        "gradient in float32. In bfloat16 and for untouched recurrent models the number is our error over the model's own:",
+        "conventional bfloat16's, and that of the model's own differentiable split at the same borders.",
+        "",
+        "| architecture | float64, up-casts lifted (<= 1e-10) | float64, untouched | float32 (<= 1e-4) "
+        "| bfloat16 / own (<= 1.25) | combinations that hold | versions | commit, date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    bounds = {"lifted": 1e-10, "float32": 1e-4, "bfloat16": 1.25}
+    for name in models.NAMES:
+        entry = known.get(name)
+        if entry is None:
+            lines.append(f"| {name} | never run | never run | never run | never run | 0 of {len(expected_cells())} | | |")
+            continue
+        cells, recurrent = entry["cells"], name in models.RECURRENT
+        worst = {part: max(v for k, v in cells.items() if k.startswith(part + "/")) for part in (*bounds, "untouched")}
+        limit = bounds | {"untouched": 1.25 if recurrent else 1e-6}
+        held = sum(cells.get(key, FAILED) <= limit[key.split("/")[0]] for key in expected_cells())
+        untouched = f"{worst['untouched']:.2f} of own split" if recurrent else f"{worst['untouched']:.1e}"
+        about = ", ".join(f"{k} {v}" for k, v in entry["versions"].items() if k in ("torch", "transformers", "peft"))
+        lines.append(
+            f"| {name} | {worst['lifted']:.1e} | {untouched} | {worst['float32']:.1e} | {worst['bfloat16']:.2f} "
+            f"| {held} of {len(expected_cells())} | {about} | {entry['commit']}, {entry['date']} |"
+        )
+    lines += ["", "## Without the reverse pass", "", "`gradient=\"detached\"` against the true gradient (LoRA, float64):", ""]
+    lines += ["| architecture | relative error | cosine |", "|---|---|---|"]
+    for name in models.NAMES:
+        if name in known:
+            cells = known[name]["cells"]
+            lines.append(f"| {name} | {cells['detached/error']:.2f} | {cells['detached/cosine']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(models.NAMES), help="architectures, with commas between")
+    parser.add_argument("--record", action="store_true", help="write docs/figures.json, docs/exactness.json and the page")
+    parser.add_argument("--page", action="store_true", help="only write docs/exactness.md")
+    arguments = parser.parse_args()
+    for name in [] if arguments.page else arguments.only.split(","):
+        started = time.perf_counter()
+        cells = run_all(name)
+        if arguments.record:
+            record(name, cells, time.perf_counter() - started)
+    if arguments.record or arguments.page:
+        PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
