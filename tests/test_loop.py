@@ -17,7 +17,9 @@ import peft
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 
+from longstraw_agents import cli
 from longstraw_agents import config as toml
 from longstraw_agents import loop as loop_module
 from longstraw_agents.collection import CollectConfig
@@ -241,3 +243,23 @@ def test_the_stored_configuration_is_the_one_in_the_folder(config: RunConfig) ->
     with Loop(config) as loop:
         assert toml.load(config.run.folder / "run.toml", RunConfig) == config
         assert loop.store.runs()[0].config == toml.plain(config)
+
+
+def test_a_merged_model_needs_no_peft_and_its_card_has_the_figures(config: RunConfig, tmp_path: Path) -> None:
+    with Loop(config) as loop:
+        loop.run()
+        scores = loop.evaluate("after")
+        ids = torch.arange(20)[None]
+        with torch.no_grad():
+            adapted = loop.model(ids).logits
+    path = config.run.folder / "run.toml"
+    result = CliRunner().invoke(cli.main, ["merge", str(path), str(tmp_path / "merged"), "--json", str(tmp_path / "merge.json")])
+    assert result.exit_code == 0, result.output
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        assert torch.allclose(plain(ids).logits, adapted, atol=1e-4)
+    assert json.loads((tmp_path / "merge.json").read_text())["relative_logit_difference"] < 1e-5
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert f"| after | sampled | {scores['sampled'].success:.1%} |" in card and "gradient: exact" in card
+    again = CliRunner().invoke(cli.main, ["merge", str(path), str(tmp_path / "merged")])
+    assert again.exit_code == 1 and "not empty" in again.output
