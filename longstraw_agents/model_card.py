@@ -25,7 +25,8 @@ def model_card(name: str, config: Mapping[str, Any], steps: Sequence[StepRow], e
         for mode, values in row.metrics.items():
             score = Score.from_dict(values["score"])
             low, high = score.success_interval
-            cells = (row.name, mode, f"{score.success:.1%}", f"{low:.1%} to {high:.1%}", f"{score.mean_return:.3f}", score.episodes)
+            interval = f"{low:.1%} to {high:.1%}"
+            cells = (row.name, mode, f"{score.success:.1%}", interval, f"{score.mean_return:.3f}", score.episodes)
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     lines += ["", "## Training", "", *_training(config, steps)]
     lines += ["", "## Settings", "", "```json", json.dumps(config, indent=1, sort_keys=True), "```", ""]

@@ -23,7 +23,7 @@ def merge(model: Any, tokenizer: Any, folder: Path, probe: int = 64) -> float:
     ConfigError for a folder that is not empty.
     """
     if not isinstance(model, PeftModel):
-        raise AdapterError(f"{type(model).__name__} has no adapter to merge; a model trained whole lies in its step folder as it is")
+        raise AdapterError(f"{type(model).__name__} has no adapter to merge; a model trained whole lies in its step folder")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; give a new folder for the merged model")
     vocabulary = model.get_input_embeddings().weight.shape[0]
