@@ -35,6 +35,8 @@ HELDOUT_ITEMS = (
 
 LOWEST, HIGHEST = 10, 99
 
+RESULT = "Repeat this:\n{}"  # the number alone a small model answers with the same call again, always
+
 
 class LookupEnv(ToolEnv):
     """One question, one tool, one number."""
@@ -63,7 +65,7 @@ class LookupEnv(ToolEnv):
         )
 
     @tool
-    def stock(self, item: str) -> int:
+    def stock(self, item: str) -> str:
         """How many pieces of an item are in stock.
 
         Args:
@@ -72,8 +74,8 @@ class LookupEnv(ToolEnv):
         if item != self.item:
             raise ToolFault(f"no item {item[:32]!r}")
         if self.options["tool_results"] == "random":
-            return int(self._noise.integers(LOWEST, HIGHEST + 1))
-        return self.count
+            return RESULT.format(self._noise.integers(LOWEST, HIGHEST + 1))
+        return RESULT.format(self.count)
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
         formed = [any("item" in call.arguments for call in calls) for calls in episode.calls]
@@ -87,4 +89,4 @@ class LookupEnv(ToolEnv):
 
     def solver(self) -> Generator[str, str, None]:
         seen = yield f'stock("{self.item}")'
-        yield seen.strip()
+        yield seen.rpartition("\n")[2]

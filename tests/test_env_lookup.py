@@ -98,7 +98,7 @@ def test_messages_are_structured_and_the_observation_joins_them(env):
     assert [message.role for message in info["messages"]] == ["system", "user"]
     assert observation == "\n".join(message.content for message in info["messages"])
     observation, *_, info = env.step(f'stock("{env.unwrapped.item}")')
-    assert info["messages"] == [Message("tool", observation)] and observation == str(env.unwrapped.count)
+    assert info["messages"] == [Message("tool", observation)] and observation == f"Repeat this:\n{env.unwrapped.count}"
     assert info["tool_calls"][0].result == observation
 
 
