@@ -31,10 +31,11 @@ from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks, outcome
 from longstraw_agents.guards import Guards, behaviour_report, best, breaches, out_of_patience
 from longstraw_agents.phases import Phases
 from longstraw_agents.policies.opening import PolicySettings, open_policy
+from longstraw_agents.receipts import summary, update_row
 from longstraw_agents.rendering import ChatML
 from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
-from longstraw_agents.terminal import Terminal, sparkline
+from longstraw_agents.terminal import Terminal
 from longstraw_agents.trainer.imitation import imitate
 from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.models import ModelConfig, load_model
@@ -292,6 +293,7 @@ class Loop:
             "run_id": self.run_id,
             "store": self.config.run.store or str(self.folder / "store.sqlite"),
             "adapter": str(self.step_folder),
+            "receipts": f"{self.steps}/*/receipt.json",
             "updates": [
                 update_row(step.step, step.receipt) | {"phases": step.receipt["phases"]} for step in self.store.steps(self.run_id)
             ],
@@ -304,21 +306,7 @@ class Loop:
 
     def summary(self) -> str:
         """The report for people: reward curve, tokens, time and memory by phase, and where everything lies."""
-        report = self.report()
-        rewards = [row["reward"] for row in report["updates"]]
-        lines = []
-        if rewards:
-            lines.append(f"reward     {sparkline(rewards)}  {rewards[0]:.3f} to {rewards[-1]:.3f}")
-        tokens = sum(row["tokens"] for row in report["updates"])
-        lines.append(f"tokens     {tokens:,} collected for training")
-        counted = ", ".join(f"{count:,} {name}" for name, count in report["sampler"].items())
-        lines.append(f"sampler    {counted} (tokens; steps are forwards)")
-        lines.append("phase           seconds   peak MiB")
-        lines += [f"{name:<12} {phase['seconds']:>10.1f} {phase['peak_mib']:>10,.0f}" for name, phase in report["phases"].items()]
-        lines.append(f"store      {report['store']}")
-        lines.append(f"adapter    {report['adapter']}  (loads in plain PEFT)")
-        lines.append(f"receipts   {self.steps}/*/receipt.json, and in the store")
-        return "\n".join(lines)
+        return summary(self.report())
 
     # Inside
 
@@ -411,25 +399,6 @@ class Loop:
 
 def _is_update(name: str) -> bool:
     return name.startswith("update ") and name.removeprefix("update ").isdigit()
-
-
-def update_row(step: int, receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of one update, for the table and the report."""
-    last = receipt["steps"][-1] if receipt["steps"] else {"gradient_norm": None, "metrics": {}}
-    phases = receipt["phases"]
-    return {
-        "update": step,
-        "reward": round(receipt["collected"]["reward"], 4),
-        "success": round(receipt["collected"]["success"], 4),
-        "tokens": receipt["collected"]["tokens"],
-        "trained": receipt["tokens"].get("loss", 0),
-        "norm": last["gradient_norm"],
-        "kl": last["metrics"].get("kl_old"),
-        "clipped": last["metrics"].get("clip_fraction"),
-        "skipped": len(receipt["skipped"]),
-        "train s": round(sum(phase["seconds"] for phase in phases.values()), 2),
-        "MiB": round(max((phase["peak_mib"] for phase in phases.values()), default=0.0)),
-    }
 
 
 def _require_same(stored: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> None:

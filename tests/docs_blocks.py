@@ -5,6 +5,7 @@ Rules for pages
     ```toml     must load as a run's configuration
     ```sh       each line: `longstraw ...` must parse (command, options, types), `make X` must be a target, and a
                 `python FILE` must be a file of the repository
+    ```sql      must run on a fresh store
     <!-- not run: REASON --> before a block leaves it out of the run, never out of sight
 """
 
@@ -92,6 +93,24 @@ def check_toml(block: Block) -> str:
     return ""
 
 
+def check_sql(block: Block) -> str:
+    """What is wrong with a query, or an empty string."""
+    import sqlite3
+
+    from longstraw_agents.storage import Store
+
+    with tempfile.TemporaryDirectory() as folder:
+        Store.open(f"{folder}/store.sqlite").close()
+        connection = sqlite3.connect(f"{folder}/store.sqlite")
+        try:
+            connection.execute(block.text, {"run": 1})
+        except sqlite3.Error as error:
+            return f"{block}: {error}"
+        finally:
+            connection.close()
+    return ""
+
+
 def check_shell(block: Block) -> list[str]:
     """What is wrong with the commands of a shell block."""
     faults = []
@@ -129,6 +148,7 @@ def _check_longstraw(arguments: list[str]) -> str:
             if found is None:
                 return f"no command {arguments[0]}"
             command, arguments = found, arguments[1:]
+            context = click.Context(command, info_name=command.name, parent=context)
         parser = command.make_parser(context)
         _, left, _ = parser.parse_args(list(arguments))
         return f"unexpected {left}" if left else ""
@@ -147,6 +167,7 @@ def main() -> None:
         count += len(found)
         faults += [fault for block in found if block.kind == "sh" for fault in check_shell(block)]
         faults += [fault for block in found if block.kind == "toml" and (fault := check_toml(block))]
+        faults += [fault for block in found if block.kind == "sql" and (fault := check_sql(block))]
         with tempfile.TemporaryDirectory() as folder:
             fault = run_python(page, Path(folder))
         if fault:

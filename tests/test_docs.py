@@ -13,6 +13,7 @@ PAGES = docs_blocks.pages()
 BLOCKS = [block for page in PAGES for block in docs_blocks.blocks(page)]
 SHELL = [block for block in BLOCKS if block.kind == "sh" and block.reason is None]
 TOML = [block for block in BLOCKS if block.kind == "toml" and block.reason is None]
+SQL = [block for block in BLOCKS if block.kind == "sql" and block.reason is None]
 PROGRAMS = [page for page in PAGES if docs_blocks.python_program(page)]
 
 
@@ -24,6 +25,11 @@ def test_commands_parse(block: docs_blocks.Block) -> None:
 @pytest.mark.parametrize("block", TOML, ids=str)
 def test_configurations_load(block: docs_blocks.Block) -> None:
     assert docs_blocks.check_toml(block) == ""
+
+
+@pytest.mark.parametrize("block", SQL, ids=str)
+def test_queries_run(block: docs_blocks.Block) -> None:
+    assert docs_blocks.check_sql(block) == ""
 
 
 @pytest.mark.smollm2

@@ -263,3 +263,25 @@ def test_a_merged_model_needs_no_peft_and_its_card_has_the_figures(config: RunCo
     assert f"| after | sampled | {scores['sampled'].success:.1%} |" in card and "gradient: exact" in card
     again = CliRunner().invoke(cli.main, ["merge", str(path), str(tmp_path / "merged")])
     assert again.exit_code == 1 and "not empty" in again.output
+
+
+def test_show_tells_what_the_store_holds(config: RunConfig, tmp_path: Path) -> None:
+    with Loop(config) as loop:
+        loop.run()
+        url = str(config.run.folder / "store.sqlite")
+        group = loop.store.groups(loop.run_id, purpose="train")[0].group_id
+        trajectory = loop.store.trajectories(group)[0].trajectory_id
+
+    def show(*arguments: str) -> str:
+        result = CliRunner().invoke(cli.main, ["show", url, *arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "r1" in show() and "after" in show("r1")
+    assert trajectory in show(group) and "stop_reason" in show(group)
+    report = tmp_path / "show.json"
+    assert "-- action" in show(trajectory, "--json", str(report))
+    assert json.loads(report.read_text())["turns"][0]["observation"].startswith("<|im_start|>user")
+    for wrong in ("x1", "t", "t99999"):
+        result = CliRunner().invoke(cli.main, ["show", url, wrong])
+        assert result.exit_code == 1 and result.output.startswith("Error: ")
