@@ -29,6 +29,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from longstraw_agents import figures
 from longstraw_agents.trainer import comparison, conventional, kernels
 from longstraw_agents.trainer.loss import LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig
@@ -323,6 +324,32 @@ STAGES = {
 }  # fmt: skip
 
 
+def record(found: dict[str, Any]) -> None:
+    """Write the figures of the stages that ran."""
+    name = found["device"]
+    if "exactness" in found:
+        models = {k: v for k, v in found["exactness"].items() if isinstance(v, dict)}
+        worst = max(entry["over_conventional"] for entry in models.values())
+        figures.record("gpu.bfloat16_over_conventional", worst, "ratio", extra=models | {"device": name})
+    for mode in ("detached", "exact"):
+        for label, suffix in (("default", ""), ("same_kernel", "_same_kernel")):
+            key = f"speedup_{mode}_{label}"
+            if key in found.get("speed", {}):
+                trials = found["speed"][f"conventional_{label}"]["members_run"]
+                extra = {"device": name, "ours": found["speed"][mode], "theirs": found["speed"][f"conventional_{label}"]}
+                figures.record(f"gpu.update_speedup_{mode}{suffix}", found["speed"][key], "times", trials=trials, extra=extra)
+    for size in (8, 32):
+        if "memory" in found:
+            value = found["memory"][f"g2_g{size}_percent"]
+            figures.record(f"gpu.peak_growth_g2_g{size}_percent", value, "%", extra=found["memory"] | {"device": name})
+    if "positions" in found:
+        run = found["positions"]
+        figures.record(f"gpu.positions_{run['gradient']}.{run['model']}", run["context"], "positions", extra=run | {"device": name})
+        if run["context"] == 2**20 and run["model"] == "smollm2_135m":
+            fraction = run["capture_fraction_of_kernel_rate"]
+            figures.record("gpu.capture_fraction_of_kernel_rate", fraction, "fraction", extra={"device": name})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="kernels,exactness,speed,memory")
@@ -341,6 +368,7 @@ def main() -> None:
     parser.add_argument("--exactness-models", default="smollm2_135m,hybrid_2b")
     parser.add_argument("--rate-queries", type=int, default=16384)
     parser.add_argument("--rate-keys", type=int, default=262144)
+    parser.add_argument("--record", action="store_true", help="write the figures into docs/figures.json")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2's weights; without it they are random")
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
@@ -351,6 +379,8 @@ def main() -> None:
         options.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
         print(stage, json.dumps(found[stage], default=str), flush=True)
         gc.collect()
+    if options.record:
+        record(found)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def demo_config(folder: Path, seed: int = 0, updates: int = UPDATES) -> RunConfi
         tasks=TaskSettings(env="longstraw/Lookup-v0", options={"max_turns": 2}, groups=4, samples=8),
         model=ModelConfig(name=SMOLLM2, dtype="bfloat16", adapter=LoraSettings(rank=8, alpha=16.0), seed=seed),
         collect=CollectConfig(max_action_tokens=24, max_trajectory_tokens=512),
-        trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-4)),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3)),
         evaluate=EvaluateSettings(tasks=24, samples=2),
     )
 
