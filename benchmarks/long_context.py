@@ -344,7 +344,8 @@ def record(found: dict[str, Any]) -> None:
             figures.record(f"gpu.peak_growth_g2_g{size}_percent", value, "%", extra=found["memory"] | {"device": name})
     if "positions" in found:
         run = found["positions"]
-        figures.record(f"gpu.positions_{run['gradient']}.{run['model']}", run["context"], "positions", extra=run | {"device": name})
+        figure = f"gpu.positions_{run['gradient']}.{run['model']}"
+        figures.record(figure, run["context"], "positions", extra=run | {"device": name})
         if run["context"] == 2**20 and run["model"] == "smollm2_135m":
             fraction = run["capture_fraction_of_kernel_rate"]
             figures.record("gpu.capture_fraction_of_kernel_rate", fraction, "fraction", extra={"device": name})
