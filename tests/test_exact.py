@@ -17,8 +17,9 @@ from longstraw_agents.errors import ModelError
 from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer import architectures, comparison, conventional, routing, sparse
 from longstraw_agents.trainer.lifting import lifted
+from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.replay import Engine, ReplayConfig, TreeReplay
-from tests import models, trees
+from tests import models, traces, trees
 
 ONE_CHUNK = 10**6
 
@@ -179,3 +180,16 @@ def test_a_router_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(architectures, "routers", lambda model: iter(()))
     with pytest.raises(ModelError, match="no router"):
         Engine(model)
+
+
+# -- training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_5"])
+def test_training_steps_equal_conventional_trainings(name: str) -> None:
+    """Six steps here; twenty in `python benchmarks/trace.py`."""
+    data = traces.groups(6)
+    with lifted():
+        ours, theirs = traces.ours(name, data, LossConfig()), traces.theirs(name, data, LossConfig())
+    assert ours == pytest.approx(theirs, abs=1e-10)
+    assert max(theirs) - min(theirs) > 1e-3
