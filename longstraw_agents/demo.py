@@ -22,7 +22,7 @@ from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.update import Credit, TrainerConfig
 from longstraw_agents.types import Group
 
-UPDATES = 24
+UPDATES = 16
 CHANCE = 1 / 90  # of guessing the number
 
 
