@@ -1,8 +1,8 @@
 """The exact gradient inside somebody else's training loop.
 
-Idea: whoever has an optimizer, a schedule and a loss of their own needs one call. It makes a prefix tree, scores it, asks the loss
-for one number per token, and replays and reverses; what it leaves in `.grad` is what back-propagation through full sequences would
-have left. It adds to gradients that are there, so several groups accumulate.
+Idea: whoever has an optimizer, a schedule and a loss of their own needs one call. It makes a prefix tree, scores it, asks the
+loss for one number per token, and replays and reverses; what it leaves in `.grad` is what back-propagation through full sequences
+would have left. It adds to gradients that are there, so several groups accumulate.
 """
 
 from __future__ import annotations
