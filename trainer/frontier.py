@@ -51,16 +51,30 @@ def started_from(decoder: nn.Module, entry: Entry | None) -> Iterator[None]:
     if entry is None:
         yield
         return
-    skipped = list(decoder.layers)[: entry.layer]  # type: ignore[arg-type]
-    before = [vars(module).get("forward") for module in skipped]  # set on a layer itself where others have wrapped it
     hook = _place(decoder, entry.layer).register_forward_pre_hook(_reads(entry.hidden_1TC), with_kwargs=True)
-    for module in skipped:
+    try:
+        with _skipped(list(decoder.layers)[: entry.layer]):  # type: ignore[arg-type]
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def stopped_before(decoder: nn.Module, layer: int) -> Iterator[None]:
+    """Within the block `layer` and those above it do not run; what comes out is of no use but for `kept_input`."""
+    with _skipped(list(decoder.layers)[layer:]):  # type: ignore[arg-type]
+        yield
+
+
+@contextmanager
+def _skipped(layers: list[nn.Module]) -> Iterator[None]:
+    before = [vars(module).get("forward") for module in layers]  # set on a layer itself where others have wrapped it
+    for module in layers:
         module.forward = _pass_through
     try:
         yield
     finally:
-        hook.remove()
-        for module, forward in zip(skipped, before, strict=True):
+        for module, forward in zip(layers, before, strict=True):
             if forward is None:
                 del module.forward
             else:

@@ -50,6 +50,11 @@ class HostStack(Stack):
         self._refuse_overflow(start, new_1KTD)
         self.values_PKD[start : start + new_1KTD.shape[2]].copy_(new_1KTD[0].transpose(0, 1).contiguous(), non_blocking=True)
 
+    def write_at(self, positions_M: Tensor, new_1KMD: Tensor) -> None:
+        values = self.read(0, int(positions_M.max()) + 1).clone()
+        values[:, :, positions_M.to(values.device)] = new_1KMD.to(values)
+        self.write(0, values, self._device)
+
     def read(self, start: int, stop: int) -> Tensor:
         return super().read(start, stop)[0].transpose(0, 1).to(self._device, non_blocking=True).transpose(0, 1)[None]
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstraw_agents.errors import CorruptionError
+from longstraw_agents.errors import ConfigError, CorruptionError
 from longstraw_agents.trainer.architectures import make_state
 from longstraw_agents.trainer.frontier import Entry, kept_input
 from longstraw_agents.trainer.shelf import Shelf, ShelfConfig, Stamp
@@ -75,7 +75,12 @@ class Recapture:
 
     @classmethod
     def of(cls, engine: Engine, config: ShelfConfig) -> Recapture:
-        """Begin with what the shelf's directory, if it has one, still holds."""
+        """Begin with what the shelf's directory, if it has one, still holds.
+
+        Raises ConfigError where several processes share the context: they would have to agree on what is kept.
+        """
+        if engine.context.size > 1:
+            raise ConfigError("states are kept by one process; leave recapture out where several share the context")
         recapture = cls(engine, Shelf(config))
         for note in recapture.shelf.notes().values():
             recapture.remember(Span(**note))
@@ -92,7 +97,7 @@ class Recapture:
         change on the way: begin again then.
         """
         inputs = np.asarray(tokens, dtype=np.int32)
-        state = make_state(self.engine.base, len(inputs))
+        state = make_state(self.engine.base, len(inputs), placement=self.engine.config.placement)
         self.engine.stamps.forget()
         fresh = self.under(self.engine.stamps.stamps())
         for span in fresh.walk("", inputs, 0, chunk):

@@ -49,6 +49,7 @@ class Receipt:
     seconds: Counter[str] = field(default_factory=Counter)
     tokens: dict[str, int] = field(default_factory=dict)
     recapture: dict[str, Any] = field(default_factory=dict)
+    bounded: dict[str, Any] = field(default_factory=dict)
     borders: list[list[tuple[int, int]]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     state_bytes: dict[str, int] = field(default_factory=dict)

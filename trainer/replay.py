@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longstraw_agents.errors import ConfigError, NonFiniteError, TokenError
+from longstraw_agents.errors import ConfigError, NonFiniteError, StaleStateError, TokenError
 from longstraw_agents.segmenter import Node, PrefixTree
 from longstraw_agents.trainer.architectures import attached, make_state, require_supported, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
@@ -138,6 +138,10 @@ class Engine:
         With `entry` the run starts from its layer, and the layers below neither run nor write. Where processes share the run,
         ids are those of all of it and hidden states those of this process's part, padding included.
         """
+        if not isinstance(state, StateCache):
+            raise StaleStateError(
+                f"a run was given a {type(state).__name__}, which is not exact; only bounded.ApproximateReplay reads one"
+            )
         part = self.context.part(run.length)
         ids_BT = np.pad(ids_BT, ((0, 0), (0, part.size * self.context.size - run.length)))[:, part.first : part.first + part.size]
         start = run.start + part.first

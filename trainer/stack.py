@@ -37,6 +37,11 @@ class Stack:
             self.values_PKD = torch.empty(self.capacity, K, D, dtype=new_1KTD.dtype, device=device or new_1KTD.device)
         self.values_PKD[start : start + T].copy_(new_1KTD[0].transpose(0, 1))
 
+    def write_at(self, positions_M: Tensor, new_1KMD: Tensor) -> None:
+        """Copy [1, K, M, D] to single positions that were written before."""
+        assert self.values_PKD is not None
+        self.values_PKD[positions_M] = new_1KMD[0].transpose(0, 1).to(self.values_PKD)
+
     def _refuse_overflow(self, start: int, new_1KTD: Tensor) -> None:
         if start + new_1KTD.shape[2] > self.capacity:
             raise StaleStateError(

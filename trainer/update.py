@@ -25,6 +25,7 @@ from longstraw_agents.errors import AdapterError, ConfigError, GroupError, NonFi
 from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
+from longstraw_agents.trainer.bounded import Bounded, BoundedConfig
 from longstraw_agents.trainer.credit import spans
 from longstraw_agents.trainer.evidence import cite
 from longstraw_agents.trainer.experts import own_part, share_experts, whole
@@ -47,7 +48,8 @@ Credit = Callable[[Sequence[Group]], Prepared]
 class TrainerConfig:
     """Settings of an update. steps: optimizer steps on the same groups. keep_bytes: states kept between score and replay.
 
-    recapture: where states are kept between steps and updates, and how many bytes of them; None keeps none.
+    recapture: where states are kept between steps and updates, and how many bytes of them; None keeps none. bounded: settings
+    of approximate recapture, which is biased; None is exact.
     """
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -58,6 +60,7 @@ class TrainerConfig:
     steps: int = 1
     keep_bytes: int = 2**30
     recapture: ShelfConfig | None = None
+    bounded: BoundedConfig | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -88,6 +91,7 @@ class Trainer:
         self.loss: LossConfig | Loss = loss or config.loss
         self.credit = credit or (lambda groups: prepare(groups, config.advantage))
         self.recapture = None if config.recapture is None else Recapture.of(self.engine, config.recapture)
+        self.bounded = None if config.bounded is None else Bounded(self.engine, config.bounded, self.recapture)
         self.version = 0
         self.stepper = Stepper(model, config.optimizer, self.ranks, self.sharded)
         self._reference = None if reference is None else Engine(reference, config.replay, self.ranks)
@@ -122,6 +126,9 @@ class Trainer:
         receipt.last_version = self.version
         if self.recapture is not None:
             receipt.recapture = self.recapture.report()
+        if self.bounded is not None:
+            receipt.bounded = self.bounded.report()
+            receipt.gradient = "bounded" if receipt.bounded["approximate_trees"] else receipt.gradient
         receipt.phases = phases.as_dict()
         receipt.setting["kernels"] = chosen()
         self._describe_ranks(receipt)
@@ -166,7 +173,7 @@ class Trainer:
             if index not in mine:
                 parts.append(self._nothing(tree, entropy))
                 continue
-            replay = self.engine.open(tree, self.recapture)
+            replay = self._open(tree)
             before = replay.counts.copy()
             parts.append(replay.score(entropy=entropy))
             receipt.inputs.update(replay.counts - before)
@@ -187,14 +194,18 @@ class Trainer:
             if index not in mine:
                 parts.append(self._nothing(tree, found.entropy is not None))
                 continue
-            replay = replays[index] or self.engine.open(tree, self.recapture)
+            replay = replays[index] or self._open(tree)
             replays[index] = None  # its state goes as soon as it is done
+            if self.bounded is not None:
+                self.bounded.before_backward(tree, replay, found.logp[first:last])
             parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))
             receipt.inputs.update(replay.counts)
             receipt.flips.update(replay.state.flips())
             receipt.seconds.update(replay.seconds)
             for kind, size in replay.state.nbytes().items():
                 receipt.state_bytes[kind] = max(receipt.state_bytes.get(kind, 0), size)
+            if self.bounded is not None:
+                self.bounded.after_backward(tree, replay)
         return self._of_all(_join(parts))
 
     def _nothing(self, tree: PrefixTree, entropy: bool) -> Scores:
@@ -206,6 +217,9 @@ class Trainer:
         """Scores of all trees, from the processes that share them out."""
         entropy = None if scores.entropy is None else self.ranks.sum(scores.entropy, "dp", "log-probabilities")
         return Scores(self.ranks.sum(scores.logp, "dp", "log-probabilities"), entropy)
+
+    def _open(self, tree: PrefixTree) -> TreeReplay:
+        return self.engine.open(tree, self.recapture) if self.bounded is None else self.bounded.open(tree)
 
     def _apply(self, found: Coefficients, batch: LossBatch, receipt: Receipt) -> None:
         """Sum over processes, clip and step, unless a gradient is not finite: then the weights stay and the batch is named."""
