@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer import comparison, shelf
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.recapture import KINDS, Recapture
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.shelf import ShelfConfig
@@ -146,11 +148,13 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=15, deadline=None)
-@given(OPERATIONS, st.sampled_from([0, 40_000, 2**30]), st.booleans())
-def test_any_history_of_updates_equals_one_without_kept_states(operations: list[tuple], limit: int, disk: bool) -> None:
+@given(OPERATIONS, st.sampled_from([0, 40_000, 2**30]), st.booleans(), st.sampled_from(["device", "host"]))
+def test_any_history_of_updates_equals_one_without_kept_states(
+    operations: list[tuple], limit: int, disk: bool, place: str
+) -> None:
     model = zoo.build("llama", dtype=torch.float64)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = Engine(model, CONFIG)
+    engine = Engine(model, replace(CONFIG, placement=Placement(place, page=32)))
     with tempfile.TemporaryDirectory() as folder, lifted():
         config = ShelfConfig(host_bytes=limit, disk_bytes=10**6 if disk else 0, directory=folder if disk else None)
         recapture = Recapture.of(engine, config)
