@@ -109,9 +109,9 @@ class Tool:
                 value = _call_in_process(functools.partial(self.function, **checked), self.name, self.limits.seconds)
             text, error = clip(as_text(value), self.limits.output_chars), None
         except ToolFault as fault:
-            text, error = None, clip(str(fault), self.limits.output_chars)
+            text, error = None, clip(str(fault), max(1000, self.limits.output_chars))
         except Exception as fault:  # whatever a tool raises is something for the policy to read
-            text, error = None, clip(f"{type(fault).__name__}: {fault}", self.limits.output_chars)
+            text, error = None, clip(f"{type(fault).__name__}: {fault}", max(1000, self.limits.output_chars))
         return Outcome(text, error, time.perf_counter() - started)
 
 
@@ -263,7 +263,7 @@ def _call_in_process(call: Callable[[], Any], name: str, seconds: float) -> Any:
 
 
 def _call_async(call: Callable[[], Any], name: str, seconds: float) -> Any:
-    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call(), seconds), _event_loop())
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call(), seconds), event_loop())
     try:
         return future.result(seconds + 1.0)
     except (TimeoutError, FutureTimeout):
@@ -272,8 +272,8 @@ def _call_async(call: Callable[[], Any], name: str, seconds: float) -> Any:
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    # one loop for all async tools, in a thread: `step` may itself be called from a running loop
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The one loop of all async tools, in a thread of its own: `step` may itself be called from a running loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async-tools").start()
     return loop

@@ -1,0 +1,165 @@
+"""The sandbox: what gets out (nothing), what is bounded, and what happens without it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longstraw_agents.envs import ToolLimits, sandbox, seccomp, tool
+from longstraw_agents.envs.sandbox import Sandbox, SandboxConfig
+from longstraw_agents.errors import ConfigError, SandboxError
+
+needs_bubblewrap = pytest.mark.skipif(not sandbox.available(), reason="bubblewrap is missing")
+
+
+@tool(isolated=True, limits=ToolLimits(seconds=20))
+def add(a: int, b: int) -> int:
+    """Add."""
+    print("noise that is no result")
+    return a + b
+
+
+@tool(isolated=True, limits=ToolLimits(seconds=20))
+def read(path: str) -> str:
+    """Read."""
+    return Path(path).read_text()
+
+
+@tool(isolated=True, limits=ToolLimits(seconds=3))
+def spin() -> str:
+    """Never return, and ignore what can be ignored."""
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            continue
+
+
+FORKS = """
+import os, time
+made = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(30)
+        made += 1
+except OSError:
+    print(made, flush=True)
+    time.sleep(0.2)
+"""
+
+
+@pytest.fixture
+def box(tmp_path):
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    for parent in tmp_path.parents:  # pytest's folders are for their owner only
+        if os.geteuid() == 0 and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    tmp_path.chmod(0o711)
+    made = Sandbox(folder, SandboxConfig(seconds=5, memory_mb=200, processes=20, disk_mb=8, output_bytes=10_000))
+    made.own()
+    return made
+
+
+def sh(box, script, **more):
+    return box.run(["/bin/sh", "-c", script], **more)
+
+
+@needs_bubblewrap
+class TestInside:
+    def test_files_last_between_commands(self, box):
+        assert sh(box, "echo hello > a; pwd").output == "/agent\n"
+        assert sh(box, "cat a").output == "hello\n" and (box.folder / "a").read_text() == "hello\n"
+
+    def test_status_input_and_variables(self, box):
+        done = sh(box, 'cat; echo "$WORD"; exit 7', stdin=b"in\n", variables={"WORD": "out"})
+        assert (done.status, done.output, done.stopped) == (7, "in\nout\n", None)
+
+    def test_the_host_is_not_seen(self, box, monkeypatch):
+        monkeypatch.setenv("SECRET_TOKEN", "swordfish")
+        seen = sh(box, "env; ls / /etc /tmp; ls /proc | grep -c '^[0-9]'; cat /etc/passwd").output
+        assert "swordfish" not in seen and "root" not in seen.split() and "No such file" in seen
+
+    def test_read_only_means_read_only(self, box):
+        assert sh(box, "echo x > b", write=False).status != 0 and not (box.folder / "b").exists()
+
+    @pytest.mark.parametrize(
+        "script, stopped",
+        [
+            ("sleep 60", "time"),
+            ("trap '' TERM HUP INT; while :; do :; done", "time"),
+            ("for i in 1 2 3 4; do python3 -c 'x = bytearray(10**8); import time; time.sleep(30)' & done; wait", "memory"),
+            ("for i in 1 2 3 4; do head -c 7000000 /dev/zero > f$i; done; sleep 30", "disk"),
+            ("yes", "output"),
+            ("i=0; while [ $i -lt 2000 ]; do : > f$i; i=$((i+1)); done; sleep 30", "disk"),
+        ],
+    )
+    def test_limits(self, box, script, stopped):
+        box.config = SandboxConfig(seconds=5, memory_mb=200, processes=20, disk_mb=8, output_bytes=10_000, files=500)
+        done = sh(box, script)
+        assert done.stopped == stopped and done.seconds < 6
+
+    def test_forking_is_bounded(self, box):
+        done = box.run(["/usr/bin/python3", "-c", FORKS])
+        assert done.stopped == "processes" or int(done.output) < 20
+
+    def test_nothing_is_left(self, box):
+        mark = f"77{os.getpid()}"
+        sh(box, f"setsid sleep {mark} >/dev/null 2>&1 & sleep 0.1")
+        box.config = SandboxConfig(seconds=0.5)
+        sh(box, f"nohup sleep {mark} & sleep {mark}")
+        shown = subprocess.run(["ps", "-eo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True).stdout
+        assert f"sleep {mark}" not in shown
+        assert not [line for line in shown.splitlines() if "bwrap" in line and line.split()[1] == str(os.getpid())]
+
+    def test_isolated_tools(self):
+        assert add.run({"a": 1, "b": "2"}).result == "3"
+        assert "bad arguments" in add.run({"a": "x", "b": 2}).error
+        assert "FileNotFoundError" in read.run({"path": "/etc/passwd"}).error
+        outcome = spin.run({})
+        assert "limit on time" in outcome.error and outcome.seconds < 4
+
+
+class TestWithout:
+    @pytest.fixture(autouse=True)
+    def missing(self, monkeypatch):
+        monkeypatch.setattr(sandbox, "available", lambda: False)
+
+    def test_nothing_runs_without_bubblewrap(self, box, monkeypatch):
+        monkeypatch.delenv(sandbox.UNSAFE_VARIABLE, raising=False)
+        with pytest.raises(SandboxError, match="--unsafe-no-sandbox"):
+            sh(box, "echo ran > proof")
+        assert not (box.folder / "proof").exists()
+
+    def test_unless_the_user_says_so(self, box, monkeypatch):
+        monkeypatch.setenv(sandbox.UNSAFE_VARIABLE, "1")
+        assert sh(box, "echo ran; sleep 0.2; pwd").output.splitlines() == ["ran", str(box.folder)]
+        box.config = SandboxConfig(seconds=0.5)
+        assert sh(box, "sleep 60").stopped == "time"
+
+
+def test_limits_are_checked():
+    with pytest.raises(ConfigError, match="above 0"):
+        SandboxConfig(memory_mb=0)
+
+
+def test_the_filter_says_which_machines_it_knows():
+    assert len(seccomp.program("x86_64")) % 8 == 0 and len(seccomp.program("aarch64")) % 8 == 0
+    with pytest.raises(SandboxError, match="x86_64"):
+        seccomp.program("mips")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="numbers of Linux")
+def test_the_denied_numbers_are_the_kernels():
+    header = next((path for path in map(Path, ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"))
+                   if path.exists()), None)  # fmt: skip
+    if header is None:
+        pytest.skip("the kernel's headers are missing")
+    numbers = {line.split()[1].removeprefix("__NR_"): int(line.split()[2]) for line in header.read_text().splitlines()
+               if line.startswith("#define __NR_")}  # fmt: skip
+    for name, (number, _) in seccomp.DENIED.items():
+        assert numbers.get(name, number) == number, name
