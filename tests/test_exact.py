@@ -6,6 +6,8 @@ that takes a minute.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,23 @@ def test_a_model_is_left_as_it_was() -> None:
     replayed(model, ReplayConfig(chunk=50), data)
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert torch.equal(expected(model, data)[0], before)
+
+
+def test_one_token_runs_by_the_rule_that_has_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast kernel for a single token (flash-linear-attention's) is for decoding alone."""
+    model = models.build("qwen3_5", dtype=torch.float64)
+    code = sys.modules[type(model).__module__]
+
+    def decoding_only(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("no backward pass")
+
+    monkeypatch.setattr(code, "torch_recurrent_gated_delta_rule", decoding_only)
+    data = trees.short_tree()  # one branch is a single token
+    with lifted():
+        _, reference = expected(model, data)
+        _, _, gradient = replayed(model, ReplayConfig(chunk=24, pack=1), data)
+    assert comparison.compare(gradient, reference).worst <= 1e-10
+    assert code.torch_recurrent_gated_delta_rule is decoding_only
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------

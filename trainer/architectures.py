@@ -7,6 +7,7 @@ their forward replaced while a tree is worked on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.attention import ACTIVE
 from longstraw_agents.trainer.context import Context, SharedAttentionState
-from longstraw_agents.trainer.heads import SharedRecurrentState
+from longstraw_agents.trainer.heads import RULE, SINGLE_RULE, SharedRecurrentState
 from longstraw_agents.trainer.latent import LatentState
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.routing import RoutingState, routers, routing
@@ -137,8 +138,13 @@ def require_supported(model: Any) -> None:
 
 @contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
-    """Within the block, the unwrapped model's indexers and routers keep their decisions in the run's state (`ACTIVE`)."""
+    """Within the block, the unwrapped model's indexers and routers keep their decisions in the run's state (`ACTIVE`).
+
+    Recurrent layers run one token by the rule for many: the fast kernel for a single token has no backward pass.
+    """
     replaced: list[tuple[nn.Module, Any]] = []
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    singles = {module: getattr(module, SINGLE_RULE) for module in modules if hasattr(module, SINGLE_RULE)}
 
     def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
         replaced.append((module, module.__dict__.get("forward")))
@@ -154,12 +160,16 @@ def attached(model: nn.Module) -> Iterator[None]:
         return lambda: (active().layers[layer].routing, active().layers[layer].run)
 
     try:
+        for code in singles:
+            setattr(code, SINGLE_RULE, getattr(code, RULE))
         for indexer in indexers(model):
             replace(indexer, selecting(indexer, lambda layer: active().layers[layer]))
         for layer, router in routers(model):
             replace(router, routing(router, router_state(layer)))
         yield
     finally:
+        for code, single in singles.items():
+            setattr(code, SINGLE_RULE, single)
         for module, before in replaced:
             del module.forward
             if before is not None:

@@ -28,7 +28,7 @@ from longstraw_agents.trainer.stack import wide
 from longstraw_agents.trainer.state import RecurrentState
 
 #: The functions through which transformers' models compute the delta rule: one name for many tokens, one for a single one.
-_RULE, _SINGLE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+RULE, SINGLE_RULE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 
 
 class SharedRecurrentState(RecurrentState):
@@ -132,15 +132,15 @@ def by_heads(rule: Callable[..., Any], context: Context, length: Callable[[], in
 def shared_rules(decoder: nn.Module, context: Context, length: Callable[[], int]) -> Iterator[None]:
     """Within the block the delta rule of the decoder's layers runs by heads over the context's processes."""
     modules = {sys.modules[type(module).__module__] for module in decoder.modules()}
-    before = {module: getattr(module, _RULE) for module in modules if hasattr(module, _RULE)}
-    singles = {module: getattr(module, _SINGLE) for module in before}
+    before = {module: getattr(module, RULE) for module in modules if hasattr(module, RULE)}
+    singles = {module: getattr(module, SINGLE_RULE) for module in before}
     try:
         for module, rule in before.items():
             shared = by_heads(rule, context, length)
-            setattr(module, _RULE, shared)
-            setattr(module, _SINGLE, shared)  # a span of one token is not a run of one token
+            setattr(module, RULE, shared)
+            setattr(module, SINGLE_RULE, shared)  # a span of one token is not a run of one token
         yield
     finally:
         for module in before:
-            setattr(module, _RULE, before[module])
-            setattr(module, _SINGLE, singles[module])
+            setattr(module, RULE, before[module])
+            setattr(module, SINGLE_RULE, singles[module])
