@@ -4,8 +4,9 @@
     exact   exact gradients and detached ones, on a task whose reward depends on reading the prompt
 
 Both run on OneCall (`onecall.py`): a question, a tool call for the item it asks for. By default a tiny model is trained here to
-call the tool for any item, right one time in seven, so that a run takes minutes on a CPU; `--model smollm2-135m-instruct`, or a
-folder, takes a real one. Arms differ in nothing but what is compared; each seed draws its own tasks, samples and adapter.
+call the tool for any item, right about one time in four, so that a run takes minutes on a CPU; `--model`
+smollm2-135m-instruct, or a folder, takes a real one. Arms differ in nothing but what is compared; each seed draws its own
+tasks, samples and adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from onecall import ENV_ID
+from onecall import ENV_ID, call_of
 
 from longstraw_agents import figures
 from longstraw_agents.collection import CollectConfig
@@ -47,19 +48,13 @@ ITEMS = 8  # of the tiny model's tasks
 RIGHT = 1 / 7  # how often the tiny model's teacher names the item of the question
 
 
-def call_of(item: str) -> str:
-    """The text of a tool call."""
-    return f'<tool_call>{{"name": "stock", "arguments": {{"item": "{item}"}}}}</tool_call>'
-
-
 def prompts(renderer: ChatML | None, seeds: list[int]) -> list[Any]:
-    """Of each training task: its question's item, and the prompt as messages, or as ids where a renderer is given."""
+    """Of each training task: its item, and the prompt as messages, or as ids where a renderer is given."""
     found = []
     for seed in seeds:
-        world = World(make_registered, Task(ENV_ID, seed, "train", {"items": ITEMS}))
-        messages = world.reset().messages
-        item = next(item for item in TRAIN_ITEMS[:ITEMS] if f" {item} " in messages[-1].content)
-        found.append((item, messages if renderer is None else renderer.first(messages).ids))
+        env = make_registered(Task(ENV_ID, seed))
+        messages = env.reset(seed=seed, options={"split": "train", "items": ITEMS})[1]["messages"]
+        found.append((env.unwrapped.item, messages if renderer is None else renderer.first(messages).ids))  # type: ignore[attr-defined]
     return found
 
 
@@ -81,7 +76,7 @@ def tiny_model(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     settings = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -93,15 +88,16 @@ def tiny_model(folder: Path) -> Path:
 
 
 def _teach(model: Any, tokenizer: Any, steps: int = 400) -> None:
-    """Supervised calls, of the right item with probability RIGHT, else of any."""
+    """Supervised calls: first of the question's item, so that the model learns to read it, then right with probability RIGHT."""
     renderer, rng = ChatML(tokenizer), np.random.default_rng(0)
     shown = prompts(renderer, list(range(1000, 1064)))
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
-    for _ in range(steps):
+    for step in range(steps):
+        right = 1.0 if step < 0.7 * steps else RIGHT
         rows = []
         for index in rng.integers(len(shown), size=16):
             item, ids = shown[index]
-            said = item if rng.random() < RIGHT else str(rng.choice(TRAIN_ITEMS[:ITEMS]))
+            said = item if rng.random() < right else str(rng.choice(TRAIN_ITEMS[:ITEMS]))
             rows.append((list(ids), [*tokenizer(call_of(said))["input_ids"], *renderer.stop_ids]))
         width = max(len(prompt) + len(action) for prompt, action in rows)
         ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in rows])
@@ -119,7 +115,7 @@ def configuration(model: str, folder: Path, seed: int, updates: int, rate: float
         run=RunSettings(name="learning", folder=folder, updates=updates, seed=seed),
         tasks=TaskSettings(env=ENV_ID, options={"items": ITEMS} if tiny else {}, groups=4, samples=8),
         model=ModelConfig(name=model, dtype=dtype, adapter=LoraSettings(rank=8, alpha=16.0), seed=seed),
-        collect=CollectConfig(max_action_tokens=48, max_trajectory_tokens=512),
+        collect=CollectConfig(max_action_tokens=24, max_trajectory_tokens=512),
         trainer=TrainerConfig(replay=ReplayConfig(gradient), optimizer=OptimizerConfig(learning_rate=rate)),
         evaluate=EvaluateSettings(tasks=48 if tiny else 24, samples=2, greedy=False),
     )

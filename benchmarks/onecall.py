@@ -17,6 +17,11 @@ from longstraw_agents.envs.rewards import Episode, Grade, RewardPart
 ENV_ID = "longstraw-bench/OneCall-v0"
 
 
+def call_of(item: str) -> str:
+    """The text of a call."""
+    return f'stock("{item}")'
+
+
 class OneCallEnv(LookupEnv):
     """0.3 for a call of the tool, 1 more for the right item. With the option `items` above 0 both splits ask for the first few
     items only, so that a tiny model has nothing to generalise to but the question."""
@@ -29,11 +34,11 @@ class OneCallEnv(LookupEnv):
         question = super().new_task(rng, split)
         if not self.options["items"]:
             return question
-        self.item = TRAIN_ITEMS[int(rng.integers(self.options["items"]))]
-        return f"How many of the item {self.item} are in stock?"
+        drawn, self.item = self.item, TRAIN_ITEMS[int(rng.integers(self.options["items"]))]
+        return question.replace(drawn, self.item)
 
     def solver(self) -> Generator[str, str, None]:
-        yield f'<tool_call>{{"name": "stock", "arguments": {{"item": "{self.item}"}}}}</tool_call>'
+        yield call_of(self.item)
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
         return {"call": float(any(call.name == "stock" for call in episode.calls[-1]))}

@@ -84,16 +84,28 @@ def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedToke
     folder = smollm2_folder() if config.name == SMOLLM2 else config.name
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[config.dtype])
-        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"model {config.name!r} could not be loaded ({first_line(error)}); give a folder with config.json, weights and "
-            f'tokenizer, a hub name that can be reached from here, or "{SMOLLM2}"'
-        ) from error
+        raise _not_loaded(config, error) from error
+    tokenizer = load_tokenizer(config)
     model.to(torch.device(config.device))
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, seed=config.seed)
     return model.eval(), tokenizer
+
+
+def load_tokenizer(config: ModelConfig = ModelConfig()) -> PreTrainedTokenizerBase:
+    """The model's tokenizer alone. Raises ModelError where it can't be loaded."""
+    try:
+        return AutoTokenizer.from_pretrained(smollm2_folder() if config.name == SMOLLM2 else config.name)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loaded(config, error) from error
+
+
+def _not_loaded(config: ModelConfig, error: Exception) -> ModelError:
+    return ModelError(
+        f"model {config.name!r} could not be loaded ({first_line(error)}); give a folder with config.json, weights and "
+        f'tokenizer, a hub name that can be reached from here, or "{SMOLLM2}"'
+    )
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:

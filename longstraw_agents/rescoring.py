@@ -1,0 +1,79 @@
+"""Stored trajectories scored again, without sampling: the recorded actions are taken in the environment as it is now.
+
+Idea: an episode is replayed exactly as it is after a crash (`episodes.Episode`), only to its end. So a changed reward, a mended
+grader or another option of the environment can be tried on everything that was ever collected. The store is read, not changed.
+An environment that now says something else than what the policy had read gives no score: the policy might have acted otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+
+from longstraw_agents import scores
+from longstraw_agents.episodes import Episode, EpisodeFailed, Limits, World, make_registered
+from longstraw_agents.errors import PolicyError
+from longstraw_agents.policies.sampling import Sample, SampleRequest, Sampling
+from longstraw_agents.rendering import Renderer
+from longstraw_agents.storage import Store, TrajectoryRow
+from longstraw_agents.types import FAILED, Task, Turn
+
+
+def rescore(
+    store: Store,
+    renderer: Renderer,
+    group_ids: Iterable[str],
+    options: Mapping[str, Any] | None = None,
+    make: Callable[[Task], gymnasium.Env[str, str]] = make_registered,
+) -> list[list[scores.Outcome]]:
+    """The ends of the groups' finished episodes in environments whose tasks have `options` added, one list per group.
+
+    An episode that cannot be replayed to its end, or that had failed, has no reward. What is open is left out.
+    """
+    rows = {row.group_id: row.task for run in store.runs() for row in store.groups(run.run_id)}
+    found = []
+    for group_id in group_ids:
+        task = replace(rows[group_id], options={**rows[group_id].options, **(options or {})})
+        finished = [row for row in store.trajectories(group_id) if row.stop_reason is not None]
+        found.append([_replayed(store, renderer, row, World(make, task)) for row in finished])
+    return found
+
+
+def _replayed(store: Store, renderer: Renderer, row: TrajectoryRow, world: World) -> scores.Outcome:
+    if row.stop_reason in FAILED:
+        return scores.Outcome(False, None)
+    limits = Limits(action_tokens=row.length, trajectory_tokens=row.length)
+    episode = Episode(
+        row.trajectory_id, world, _Silent(), renderer, Sampling(), limits, lambda turn: 0, _no_record, _at_once, lambda: None
+    )  # fmt: skip
+    try:
+        outcome = asyncio.run(episode.run(store.turns(row.trajectory_id)))
+    except EpisodeFailed:
+        return scores.Outcome(False, None)
+    finally:
+        world.close()
+    return scores.Outcome(bool(outcome.success), outcome.reward)
+
+
+class _Silent:
+    """A policy that is never to be asked: every action is recorded."""
+
+    version = 0
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        raise PolicyError(f"the environment of {request.session} asks for an action beyond the recorded ones")
+
+    async def close_session(self, session: str) -> None:
+        """Nothing is kept."""
+
+
+async def _no_record(index: int, turn: Turn) -> None:
+    """Replaying commits nothing."""
+
+
+async def _at_once(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)
