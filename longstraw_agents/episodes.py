@@ -17,7 +17,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import gymnasium
@@ -26,6 +26,7 @@ import numpy as np
 from longstraw_agents.errors import ConfigError, LongStrawError, StoreError
 from longstraw_agents.policies.sampling import Policy, Sample, SampleRequest, Sampling
 from longstraw_agents.rendering import Rendered, Renderer
+from longstraw_agents.storage.secrets import redact
 from longstraw_agents.types import Message, StopReason, Task, TokenArray, ToolCall, Turn
 
 T = TypeVar("T")
@@ -222,5 +223,6 @@ class Episode:
 
 
 def _messages(observation: str, info: Mapping[str, Any]) -> tuple[Message, ...]:
-    """What an environment says; one that gives no messages speaks as the user."""
-    return tuple(info["messages"]) if "messages" in info else (Message("user", str(observation)),)
+    """What an environment says, without hidden secrets; one that gives no messages speaks as the user."""
+    said = info["messages"] if "messages" in info else (Message("user", str(observation)),)
+    return tuple(replace(message, content=redact(message.content)) for message in said)

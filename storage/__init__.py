@@ -3,6 +3,19 @@
 from longstraw_agents.storage.database import StoreConfig
 from longstraw_agents.storage.outline import Outline
 from longstraw_agents.storage.records import EvaluationRow, GroupRow, RunRow, StepRow, StoreStats, TrajectoryRow
+from longstraw_agents.storage.secrets import hide, redact
 from longstraw_agents.storage.store import Store
 
-__all__ = ["EvaluationRow", "GroupRow", "Outline", "RunRow", "StepRow", "Store", "StoreConfig", "StoreStats", "TrajectoryRow"]
+__all__ = [
+    "EvaluationRow",
+    "GroupRow",
+    "Outline",
+    "RunRow",
+    "StepRow",
+    "Store",
+    "StoreConfig",
+    "StoreStats",
+    "TrajectoryRow",
+    "hide",
+    "redact",
+]

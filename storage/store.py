@@ -40,6 +40,7 @@ from longstraw_agents.storage.schema import (
     TrajectoryTable,
     canonical,
 )
+from longstraw_agents.storage.secrets import redact, redact_turn, redact_value
 from longstraw_agents.types import Group, StopReason, Task, TokenArray, Trajectory, Turn
 
 RUNS, POLICIES, TASKS, GROUPS, TRAJECTORIES, STEPS, STEP_GROUPS, EVALUATIONS = (
@@ -90,7 +91,7 @@ class Store:
 
     def create_run(self, name: str, config: Mapping[str, Any]) -> str:
         """Begins a run with its configuration (JSON-able); returns its id."""
-        values = {"nonce": nonce(), "name": name, "config": _json(config, "the run's config"), "created": time.time()}
+        values = {"nonce": nonce(), "name": redact(name), "config": _json(config, "the run's config"), "created": time.time()}
 
         def action(connection: Connection) -> int:
             if (row := fetch(connection, RUNS, RUNS.c.nonce == values["nonce"])) is not None:
@@ -195,7 +196,7 @@ class Store:
         Raises TokenError and NonFiniteError for bad content, StoreFullError where there is no room.
         """
         key = listing.key_of("t", trajectory_id)
-        encoded = history.encode_turn(turn)
+        encoded = history.encode_turn(redact_turn(turn))
         if index == 0 and not encoded.observation_tokens and encoded.action_tokens:
             raise StoreError(f"trajectory {trajectory_id}: its first turn needs an observation: token 0 is never sampled")
 
@@ -378,7 +379,7 @@ class Store:
         values = {
             "nonce": nonce(),
             "run_id": run,
-            "name": name,
+            "name": redact(name),
             "policy_version": int(policy_version),
             "metrics": _json(dict(metrics), "metrics"),
             "created": time.time(),
@@ -414,9 +415,9 @@ def _create_schema(connection: Connection) -> None:
 
 
 def _json(value: Any, what: str) -> Any:
-    """`value` as JSON gives it back. Raises StoreError for what is not JSON."""
+    """`value` as JSON gives it back, without secrets. Raises StoreError for what is not JSON."""
     try:
-        return listing.parsed(canonical(value))
+        return listing.parsed(canonical(redact_value(value)))
     except (TypeError, ValueError) as error:
         raise StoreError(f"{what} cannot be stored as JSON ({error}); give plain, finite values") from None
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from longstraw_agents.errors import AdapterError, ConfigError, PolicyError
 from longstraw_agents.policies.sampling import Finish, Sample, SampleRequest, Sampling
+from longstraw_agents.storage.secrets import SHORTEST, hide
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class EndpointConfig:
             raise ConfigError(f"base_url must end in /v1, got {self.base_url!r}")
         if self.without_ids not in ("refuse", "reencode"):
             raise ConfigError(f'without_ids must be "refuse" or "reencode", got {self.without_ids!r}')
+        if len(self.api_key) >= SHORTEST:  # shorter ones are placeholders, such as "none"
+            hide(self.api_key)
 
 
 class EndpointPolicy:
