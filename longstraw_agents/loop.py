@@ -29,9 +29,10 @@ from longstraw_agents.episodes import make_registered
 from longstraw_agents.errors import ConfigError, StoreError
 from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks, outcomes, task_seed
 from longstraw_agents.guards import Guards, behaviour_report, best, breaches, out_of_patience
+from longstraw_agents.metrics import Metrics, MetricsSettings
 from longstraw_agents.phases import Phases
 from longstraw_agents.policies.opening import PolicySettings, open_policy
-from longstraw_agents.receipts import summary, update_row
+from longstraw_agents.receipts import metrics_of, summary, update_row
 from longstraw_agents.rendering import ChatML
 from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
@@ -44,7 +45,9 @@ from longstraw_agents.types import FAILED, Group, Task
 from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
 
 #: What may differ between a run's stored configuration and the one it goes on with.
-MAY_CHANGE = ("run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.", "policy.")
+MAY_CHANGE = (
+    "run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.", "policy.", "metrics.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class RunConfig:
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     warm_start: WarmStart = field(default_factory=WarmStart)
     guards: Guards = field(default_factory=Guards)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
     def __post_init__(self) -> None:
         if self.tasks.samples < 2 and self.trainer.advantage.credit != "chain":
@@ -128,6 +132,7 @@ class Loop:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.store = Store.open(config.run.store or str(self.folder / "store.sqlite"))
         self.run_id = self._run_id()
+        self.metrics = Metrics(config.metrics, self.folder, config.run.name, toml.plain(config))
         self.phases = Phases()
         with self.phases("load"):
             self.model, tokenizer = load_model(config.model)
@@ -144,6 +149,7 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.policy.close()
+        self.metrics.close()
         self.store.close()
 
     @property
@@ -238,6 +244,7 @@ class Loop:
             prune(self.steps, keep={*range(update - self.config.run.keep + 1, update + 1), best_step})
         self.policy.refresh(self.trainer.version, self._adapter())
         self.terminal.row(update_row(update, receipt))
+        self.metrics.log(update, metrics_of(receipt))
         return receipt
 
     def evaluate(self, name: str, options: Mapping[str, Any] | None = None) -> dict[str, Score]:
@@ -257,6 +264,8 @@ class Loop:
                 metrics[mode] = {"score": scores[mode].as_dict(), "groups": ids}
                 self.terminal.say(f"{name:<10} {scores[mode]}")
         self.store.add_evaluation(self.run_id, name, self.trainer.version, metrics)
+        if not options:
+            self.metrics.log(self.done, {"evaluate": {mode: score.as_dict() for mode, score in scores.items()}})
         return scores
 
     def gain(self, first: str, last: str, mode: str = "sampled") -> tuple[float, Interval]:

@@ -31,6 +31,17 @@ def update_row(step: int, receipt: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def metrics_of(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dashboard plots of an update: what was collected, the loss's metrics, tokens, time and memory by phase."""
+    last = receipt["steps"][-1] if receipt["steps"] else {}
+    return {
+        "collect": receipt["collected"],
+        "train": {name: last.get(name) for name in ("loss", "gradient_norm", "learning_rate")} | last.get("metrics", {}),
+        "tokens": receipt["tokens"],
+        "phases": receipt["phases"],
+    }
+
+
 def summary(report: Mapping[str, Any]) -> str:
     """A run's report (`Loop.report`) as lines: reward curve, tokens, time and memory by phase, and where everything lies."""
     rewards = [row["reward"] for row in report["updates"]]

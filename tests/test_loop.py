@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import string
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chat
-import gymnasium
+import letters
 import numpy as np
 import peft
 import pytest
@@ -22,72 +20,21 @@ from click.testing import CliRunner
 from longstraw_agents import cli
 from longstraw_agents import config as toml
 from longstraw_agents import loop as loop_module
-from longstraw_agents.collection import CollectConfig
 from longstraw_agents.errors import ConfigError, CorruptionError, StoreError
 from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks
-from longstraw_agents.loop import Loop, RunConfig, RunSettings, TaskSettings
-from longstraw_agents.rendering import ChatML
-from longstraw_agents.trainer.models import LoraSettings, ModelConfig
+from longstraw_agents.loop import Loop, RunConfig
+from longstraw_agents.metrics import MetricsSettings
 from longstraw_agents.trainer.optimizer import OptimizerConfig
-from longstraw_agents.trainer.update import TrainerConfig
-from longstraw_agents.types import Message, StopReason
-
-
-class Letters(gymnasium.Env[str, str]):
-    """Says a letter; the reward is the share of letters e to t in the action."""
-
-    observation_space = gymnasium.spaces.Text(100)
-    action_space = gymnasium.spaces.Text(100)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        super().reset(seed=seed)
-        letter = "abcdefgh"[int(self.np_random.integers(8))]
-        return letter, {"messages": [Message("user", letter)]}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        reward = sum("e" <= character <= "t" for character in action) / max(len(action), 1)
-        return "", reward, True, False, {"messages": [], "stop_reason": StopReason.ANSWERED, "success": reward > 0.3}
-
-
-gymnasium.register("tests/Letters-v0", Letters)
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model that has learned to answer with one to five letters and the end token, so that rewards differ."""
-    tokenizer = chat.small_tokenizer()
-    settings = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(settings)
-    renderer, rng = ChatML(tokenizer), np.random.default_rng(0)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    prompts = [renderer.first([Message("user", letter)]).ids.tolist() for letter in "abcdefgh"]
-    for _ in range(60):
-        words = ["".join(rng.choice(list(string.ascii_lowercase), rng.integers(1, 6))) for _ in range(16)]
-        rows = [prompts[i % 8] + tokenizer(word)["input_ids"] + list(renderer.stop_ids) for i, word in enumerate(words)]
-        ids = torch.tensor([row + [-100] * (max(map(len, rows)) - len(row)) for row in rows])
-        model(input_ids=ids.clamp(min=0), labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return letters.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def config(model_folder: str, tmp_path: Path) -> RunConfig:
-    return RunConfig(
-        run=RunSettings(folder=tmp_path / "run", updates=2),
-        tasks=TaskSettings(env="tests/Letters-v0", groups=2, samples=4),
-        model=ModelConfig(name=model_folder, adapter=LoraSettings(rank=4)),
-        collect=CollectConfig(max_action_tokens=8, max_trajectory_tokens=64),
-        trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2)),
-        evaluate=EvaluateSettings(tasks=3, samples=2),
-    )
+    return letters.letters_config(model_folder, tmp_path / "run")
 
 
 def adapter_of(folder: Path, step: int) -> bytes:
@@ -285,3 +232,11 @@ def test_show_tells_what_the_store_holds(config: RunConfig, tmp_path: Path) -> N
     for wrong in ("x1", "t", "t99999"):
         result = CliRunner().invoke(cli.main, ["show", url, wrong])
         assert result.exit_code == 1 and result.output.startswith("Error: ")
+
+
+def test_a_run_hands_its_numbers_on(config: RunConfig) -> None:
+    with Loop(replace(config, metrics=MetricsSettings(("prometheus",)))) as loop:
+        loop.run()
+    text = (config.run.folder / "metrics.prom").read_text()
+    for name in ("collect_reward", "train_gradient_norm", "phases_replay_seconds", "evaluate_sampled_success"):
+        assert f'longstraw_{name}{{run="run"}}' in text
