@@ -47,9 +47,17 @@ class VLLMPolicy:
     outlives the loops of those who sample."""
 
     def __init__(
-        self, model: str | Path, stop_ids: Iterable[int], *, version: int = 0, config: VLLMConfig = VLLMConfig()
+        self,
+        model: str | Path,
+        stop_ids: Iterable[int],
+        *,
+        version: int = 0,
+        config: VLLMConfig = VLLMConfig(),
+        ignore_end: bool = False,
     ) -> None:
-        """model: the base model's folder; until `refresh` names an adapter it is sampled as it is."""
+        """model: the base model's folder; until `refresh` names an adapter it is sampled as it is. ignore_end: the model's own
+        end token does not end an action unless it is among `stop_ids`."""
+        self._ignore_end = ignore_end
         self.version, self.config = version, config
         self._stop_ids = sorted(stop_ids)
         self._adapter: Any = None
@@ -66,6 +74,7 @@ class VLLMPolicy:
             raise
 
     async def _start(self, model: str) -> Any:
+        import torch
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -79,6 +88,7 @@ class VLLMPolicy:
             max_loras=1,
             logprobs_mode="processed_logprobs",
             enable_sleep_mode=self.config.sleeping,
+            enforce_eager=not torch.cuda.is_available(),  # on a CPU compiling takes longer than it saves
             generation_config="vllm",  # else the model's own file changes the sampling
             **extra,
         )
@@ -121,6 +131,7 @@ class VLLMPolicy:
             seed=request.seed,
             max_tokens=request.max_new_tokens,
             stop_token_ids=self._stop_ids,
+            ignore_eos=self._ignore_end,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
