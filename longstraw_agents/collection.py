@@ -19,16 +19,28 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-import gymnasium
-
-from longstraw_agents.episodes import Episode, EpisodeFailed, Limits, Outcome, World, make_registered, task_key, turn_seed
+from longstraw_agents.episodes import (
+    Episode,
+    EpisodeFailed,
+    Limits,
+    Make,
+    Outcome,
+    Rewrite,
+    World,
+    make_registered,
+    task_key,
+    turn_seed,
+)
 from longstraw_agents.errors import ConfigError
+from longstraw_agents.forking import Chooser, TreeConfig
 from longstraw_agents.policies.sampling import Policy, Sampling
 from longstraw_agents.rendering import Renderer
-from longstraw_agents.storage import GroupRow, Store
+from longstraw_agents.storage import GroupRow, Store, TrajectoryRow
 from longstraw_agents.types import FAILED, StopReason, Task, Turn
 
 log = logging.getLogger(__name__)
@@ -37,7 +49,10 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class CollectConfig:
     """concurrency: episodes at once; retries: further attempts at an episode that failed; max_staleness: versions that the
-    policy may be ahead of the one a training group was begun under (0: none)."""
+    policy may be ahead of the one a training group was begun under (0: none); environment_seconds: for one call of one.
+
+    tree: members branch from others late (None: all from the beginning). workers: environments run in threads here, or in
+    `ray_workers` processes of the Ray cluster at `ray_address` (None: one is started here)."""
 
     sampling: Sampling = Sampling()
     max_action_tokens: int = 256
@@ -46,9 +61,13 @@ class CollectConfig:
     retries: int = 2
     max_staleness: int = 0
     environment_seconds: float = 600.0
+    tree: TreeConfig | None = None
+    workers: Literal["threads", "ray"] = "threads"
+    ray_address: str | None = None
+    ray_workers: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_action_tokens", "concurrency"):
+        for name in ("max_action_tokens", "concurrency", "ray_workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("retries", "max_staleness"):
@@ -56,6 +75,8 @@ class CollectConfig:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_trajectory_tokens < 2:
             raise ConfigError(f"max_trajectory_tokens must be at least 2, got {self.max_trajectory_tokens}")
+        if self.workers not in ("threads", "ray"):
+            raise ConfigError(f'workers must be "threads" or "ray", got {self.workers!r}')
         if not self.environment_seconds > 0:
             raise ConfigError(f"environment_seconds must be positive, got {self.environment_seconds}")
 
@@ -108,8 +129,18 @@ class _Plan:
     repeat: int  # how many equal tasks stand before it in the call
     group_id: str | None = None
     version: int = 0
-    finished: frozenset[int] = frozenset()
+    trajectories: dict[int, list[str]] = field(default_factory=dict)  # of the members that the store has, one per part
+    finished: set[int] = field(default_factory=set)
+    left: int = 0  # members that are not finished
+    kept: list[str] = field(default_factory=list)  # sessions to close when all are
+    ended: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        """The group's id, once there is one."""
+        assert self.group_id is not None
+        return self.group_id
 
 
 async def collect(
@@ -125,18 +156,57 @@ async def collect(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     stop: asyncio.Event | None = None,
-    make: Callable[[Task], gymnasium.Env[str, str]] = make_registered,
+    make: Make = make_registered,
+    rewrite: Rewrite | None = None,
+    fork: Chooser | None = None,
 ) -> CollectResult:
     """See to it that each task has a group of `group_size` finished trajectories in the run; sample only what is missing.
 
     A task's existing group counts if it has the same purpose and size, and for training is unused and not stale, for evaluation
     is of the policy's version. `progress` is called after each turn and each episode. After `stop` is set no turn is begun;
     what is open stays open, for the next call. Store errors end the call; everything committed stays.
+
+    rewrite: where an episode's context is to be rewritten (see `episodes.Rewrite`, `KeepRecent`); it then goes on in a part of
+    its own. fork: names the turn at which a branch leaves its trunk, in place of `config.tree.by`.
     """
     if group_size < 1:
         raise ConfigError(f"group_size must be at least 1, got {group_size}")
-    collector = _Collector(store, policy, renderer, config, run_id, group_size, purpose, seed, progress, stop, make)
-    return await collector.run(tasks)
+    if purpose == "train" and not getattr(policy, "exact", True):
+        raise ConfigError("this policy makes its token ids from text: they are no evidence for training; use it for evaluation")
+    tree = config.tree or (TreeConfig() if fork is not None else None)
+    if tree is not None and rewrite is not None:
+        raise ConfigError("an episode whose context is rewritten has no single trunk to branch from; use one or the other")
+    chooser = fork or (None if tree is None else tree.chooser())
+    with _environments(config, make) as made:
+        collector = _Collector(
+            store=store,
+            policy=policy,
+            renderer=renderer,
+            config=config,
+            run_id=run_id,
+            group_size=group_size,
+            purpose=purpose,
+            seed=seed,
+            report=progress,
+            stop=stop,
+            make=made,
+            rewrite=rewrite,
+            fork=chooser,
+            trunks=0 if tree is None else tree.trunks,
+        )
+        return await collector.run(tasks)
+
+
+@contextmanager
+def _environments(config: CollectConfig, make: Make) -> Iterator[Make]:
+    """How environments are made: here, or in Ray's processes while the call lasts."""
+    if config.workers == "threads":
+        yield make
+        return
+    from longstraw_agents.workers import RayWorkers
+
+    with RayWorkers(make, config.ray_address, config.ray_workers) as workers:
+        yield workers.make
 
 
 class _Stopped(Exception):
@@ -155,7 +225,10 @@ class _Collector:
     seed: int
     report: Callable[[Progress], None] | None
     stop: asyncio.Event | None
-    make: Callable[[Task], gymnasium.Env[str, str]]
+    make: Make
+    rewrite: Rewrite | None
+    fork: Chooser | None
+    trunks: int
 
     async def run(self, tasks: Sequence[Task]) -> CollectResult:
         self.progress = Progress()
@@ -189,10 +262,20 @@ class _Collector:
             if existing[key]:
                 row = existing[key].pop(0)
                 plan.group_id, plan.version = row.group_id, row.policy_version
-                members = self.store.trajectories(row.group_id)
-                plan.finished = frozenset(m.member for m in members if m.stop_reason is not None)
+                self._find_members(plan, row.group_id)
+            plan.left = self.group_size - len(plan.finished)
             plans.append(plan)
         return plans
+
+    def _find_members(self, plan: _Plan, group_id: str) -> None:
+        members: defaultdict[int, list[TrajectoryRow]] = defaultdict(list)
+        for row in self.store.trajectories(group_id):
+            members[row.member].append(row)
+        for member, parts in members.items():
+            plan.trajectories[member] = [row.trajectory_id for row in parts]
+        plan.finished = {m for m, parts in members.items() if all(row.stop_reason is not None for row in parts)}
+        for member in plan.finished:
+            plan.ended[member].set()
 
     def _counts(self, row: GroupRow) -> bool:
         if row.size != self.group_size or row.step is not None:
@@ -214,60 +297,102 @@ class _Collector:
             if plan.group_id is None:
                 plan.version = self.policy.version
                 plan.group_id = await self._in_thread(self._add_group, plan)
-        trajectory_id = await self._in_thread(self.store.add_trajectory, plan.group_id, member)
-        outcome = await self._outcome(plan, member, trajectory_id)
-        await self._in_thread(
-            lambda: self.store.finish_trajectory(
-                trajectory_id, outcome.stop_reason, outcome.reward, outcome.reward_parts, success=outcome.success
-            )
-        )
+        try:
+            trajectory_ids = await self._begun(plan, member)
+            outcome = await self._outcome(plan, member, trajectory_ids)
+            await self._in_thread(self._finish, trajectory_ids, outcome)
+            plan.trajectories[member] = trajectory_ids
+            plan.finished.add(member)
+        finally:
+            plan.ended[member].set()
+        plan.left -= 1
+        if plan.left == 0:
+            for session in plan.kept:
+                await self.policy.close_session(session)
         self._count(outcome)
+
+    async def _begun(self, plan: _Plan, member: int) -> list[str]:
+        """The member's trajectories, one per part. A branch waits until its trunk has ended."""
+        if member in plan.trajectories:
+            return plan.trajectories[member]
+        if self.fork is None or member < self.trunks:
+            return [await self._in_thread(self.store.add_trajectory, plan.name, member)]
+        number, trunk = divmod(member - self.trunks, self.trunks)
+        await plan.ended[trunk].wait()
+        if trunk not in plan.finished:  # it was stopped
+            raise _Stopped
+        parent = plan.trajectories[trunk][0]
+        turns = await self._in_thread(self.store.turns, parent)
+        at = min(max(self.fork(turns, number), 0), len(turns) - 1) if turns else 0
+        add = partial(self.store.add_trajectory, plan.name, member, parent=parent, parent_turns=at or None)
+        return [await self._in_thread(add)]
+
+    def _finish(self, trajectory_ids: Sequence[str], outcome: Outcome) -> None:
+        """All parts end alike and share the episode's weight. The last one goes first: while one is open all are resumed."""
+        for trajectory_id in reversed(trajectory_ids):
+            self.store.finish_trajectory(
+                trajectory_id,
+                outcome.stop_reason,
+                outcome.reward,
+                outcome.reward_parts,
+                success=outcome.success,
+                weight=1.0 / len(trajectory_ids),
+            )
 
     def _add_group(self, plan: _Plan) -> str:
         return self.store.add_group(self.run_id, plan.task, self.group_size, purpose=self.purpose, policy_version=plan.version)
 
-    async def _outcome(self, plan: _Plan, member: int, trajectory_id: str) -> Outcome:
+    async def _outcome(self, plan: _Plan, member: int, trajectory_ids: list[str]) -> Outcome:
         """Attempts until one ends by itself or the retries are used up."""
         for attempt in range(self.config.retries + 1):
             try:
-                return await self._attempt(plan, member, trajectory_id)
+                return await self._attempt(plan, member, trajectory_ids)
             except EpisodeFailed as failure:
                 last = failure
-                log.warning("%s, attempt %d: %s: %s", trajectory_id, attempt + 1, failure.reason, failure)
+                log.warning("%s, attempt %d: %s: %s", trajectory_ids[-1], attempt + 1, failure.reason, failure)
                 if failure.reason is StopReason.CANCELLED:
                     break
                 self.progress.retried += attempt < self.config.retries
                 await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
         return Outcome(last.reason, None, {}, None)
 
-    async def _attempt(self, plan: _Plan, member: int, trajectory_id: str) -> Outcome:
-        recorded = await self._in_thread(self.store.turns, trajectory_id)
+    async def _attempt(self, plan: _Plan, member: int, trajectory_ids: list[str]) -> Outcome:
+        recorded = [await self._in_thread(self.store.turns, trajectory_id) for trajectory_id in trajectory_ids]
 
         def seed_of(turn: int) -> int:
             return turn_seed(self.seed, plan.task, plan.repeat, plan.version, member, turn)
 
-        async def record(index: int, turn: Turn) -> None:
-            await self._in_thread(self.store.append_turn, trajectory_id, index, turn)
+        async def record(part: int, index: int, turn: Turn) -> None:
+            await self._in_thread(self.store.append_turn, trajectory_ids[part], index, turn)
             self._count_turn(turn)
 
+        async def begin(part: int) -> None:
+            add = partial(self.store.add_trajectory, plan.name, member, parent=trajectory_ids[-1])
+            trajectory_ids.append(await self._in_thread(add))
+
         world = await self._bounded(World, self.make, plan.task)
-        limits = Limits(self.config.max_action_tokens, self.config.max_trajectory_tokens)
         episode = Episode(
-            trajectory_id,
-            world,
-            self.policy,
-            self.renderer,
-            self.config.sampling,
-            limits,
-            seed_of,
-            record,
-            self._bounded,
-            lambda: self._check(plan),
+            world=world,
+            policy=self.policy,
+            renderer=self.renderer,
+            sampling=self.config.sampling,
+            limits=Limits(self.config.max_action_tokens, self.config.max_trajectory_tokens),
+            seed_of=seed_of,
+            record=record,
+            begin=begin,
+            in_thread=self._bounded,
+            check=lambda: self._check(plan),
+            session_of=lambda part: trajectory_ids[part],
+            rewrite=self.rewrite,
         )
         try:
             return await episode.run(recorded)
         finally:
-            await self.policy.close_session(trajectory_id)
+            if self.fork is not None and member < self.trunks:
+                plan.kept += trajectory_ids  # a branch takes over what the policy holds of its trunk
+            else:
+                for session in trajectory_ids:
+                    await self.policy.close_session(session)
             await self._bounded(world.close)
 
     def _check(self, plan: _Plan) -> None:

@@ -6,12 +6,14 @@ sampling continues with the seeds that the missing turns would have had anyway.
 
 Vocabulary
     replayed   brought to where the store ends by the recorded actions, without sampling
+    part       one append-only trajectory; an episode whose context is rewritten has several, which share its weight equally
     failed     the environment or the policy raised, or broke its contract: such an episode has no reward
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -23,13 +25,21 @@ from typing import Any, TypeVar
 import gymnasium
 import numpy as np
 
-from longstraw_agents.errors import ConfigError, LongStrawError, StoreError
+from longstraw_agents.errors import ConfigError, LongStrawError
 from longstraw_agents.policies.sampling import Policy, Sample, SampleRequest, Sampling
 from longstraw_agents.rendering import Rendered, Renderer
 from longstraw_agents.storage.secrets import redact
 from longstraw_agents.types import Message, StopReason, Task, TokenArray, ToolCall, Turn
 
 T = TypeVar("T")
+
+#: Given a part's messages (actions among them) and its tokens: None, or the messages that a new part begins with. It must give
+#: the same for the same, because a resumed episode asks again.
+Rewrite = Callable[[Sequence[Message], int], Sequence[Message] | None]
+
+#: Makes the environment of a task.
+Make = Callable[[Task], "gymnasium.Env[str, str]"]
+
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +84,7 @@ class Step:
 class World:
     """A gymnasium environment on one task, its answers checked. Every method raises EpisodeFailed for a fault of it."""
 
-    def __init__(self, make: Callable[[Task], gymnasium.Env[str, str]], task: Task) -> None:
+    def __init__(self, make: Make, task: Task) -> None:
         self._task = task
         self._env = self._guarded(lambda: make(task))
 
@@ -134,49 +144,65 @@ def turn_seed(seed: int, task: Task, repeat: int, version: int, member: int, tur
 
 @dataclass
 class Episode:
-    """One attempt at one episode. `record` commits a turn, `in_thread` runs what may block, `seed_of` gives a turn's seed,
-    `check` is called before each action and raises EpisodeFailed where the episode shall not go on."""
+    """One attempt at one episode.
 
-    session: str
+    `record(part, index, turn)` commits a turn, `begin(part)` begins another part, `in_thread` runs what may block, `seed_of`
+    gives the seed of the episode's nth turn, `check` is called before each action and raises EpisodeFailed where the episode
+    shall not go on, `session_of` names a part to the policy.
+    """
+
     world: World
     policy: Policy
     renderer: Renderer
     sampling: Sampling
     limits: Limits
     seed_of: Callable[[int], int]
-    record: Callable[[int, Turn], Awaitable[None]]
+    record: Callable[[int, int, Turn], Awaitable[None]]
+    begin: Callable[[int], Awaitable[None]]
     in_thread: Callable[..., Awaitable[Any]]
     check: Callable[[], None]
-    turns: list[Turn] = field(default_factory=list)
-    tokens: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
+    session_of: Callable[[int], str]
+    rewrite: Rewrite | None = None
+    parts: list[list[Turn]] = field(default_factory=lambda: [[]])
+    tokens: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))  # of the current part
+    context: list[Message] = field(default_factory=list)  # what the current part says, actions included
 
-    async def run(self, recorded: Sequence[Turn] = ()) -> Outcome:
-        """Replay what is recorded, then go on to the end. Raises EpisodeFailed."""
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns so far."""
+        return [turn for part in self.parts for turn in part]
+
+    async def run(self, recorded: Sequence[Sequence[Turn]] = ()) -> Outcome:
+        """Replay what is recorded, part by part, then go on to the end. Raises EpisodeFailed."""
         answer: Step = await self.in_thread(self.world.reset)
-        rendered = self.renderer.first(answer.messages)
-        for turn in recorded:
-            if not np.array_equal(rendered.ids, turn.observation):
-                message = f"replayed, the environment says something else before turn {len(self.turns)}: it is not deterministic"
-                raise EpisodeFailed(StopReason.ENVIRONMENT_ERROR, message)
-            self._keep(turn)
-            if (cut := self._cut(turn)) is not None:
-                return self._outcome(cut, False)
-            answer = await self.in_thread(self.world.step, self.renderer.text(turn.action))
-            if answer.stop_reason is not None:
-                return self._outcome(answer.stop_reason, answer.success)
-            rendered = self.renderer.following(turn.action, answer.messages)
-        return await self._go_on(rendered)
+        rendered = self._first(answer.messages)
+        replayed = 0
+        for number, part in enumerate(recorded):
+            for turn in part:
+                if number != len(self.parts) - 1 or not np.array_equal(rendered.ids, turn.observation):
+                    message = f"replayed, the environment says something else before turn {replayed}: it is not deterministic"
+                    raise EpisodeFailed(StopReason.ENVIRONMENT_ERROR, message)
+                replayed += 1
+                answer = await self._act(turn.action)
+                self._keep(turn, answer)
+                if (end := self._end(turn, answer)) is not None:
+                    return end
+                rendered = self._next(turn.action, answer.messages)
+        return await self._go_on(rendered, begun=len(recorded))
 
-    async def _go_on(self, rendered: Rendered) -> Outcome:
+    async def _go_on(self, rendered: Rendered, begun: int) -> Outcome:
         while True:
             self.check()
+            part, index = len(self.parts) - 1, len(self.parts[-1])
+            if part >= max(begun, 1):
+                await self.begin(part)
+                begun = part + 1
             room = self.limits.trajectory_tokens - len(self.tokens) - len(rendered.ids)
             if room < 1:
                 return self._outcome(StopReason.TOKEN_LIMIT, False)
-            sample = await self._sample(np.concatenate([self.tokens, rendered.ids]), min(room, self.limits.action_tokens))
-            answer = Step(())
-            if int(sample.ids[-1]) in self.renderer.stop_ids:
-                answer = await self.in_thread(self.world.step, self.renderer.text(sample.ids))
+            prompt = np.concatenate([self.tokens, rendered.ids])
+            sample = await self._sample(prompt, min(room, self.limits.action_tokens))
+            answer = await self._act(sample.ids)
             turn = Turn(
                 rendered.ids,
                 sample.ids,
@@ -187,39 +213,75 @@ class Episode:
                 answer.tool_calls,
                 rendered.source,
             )
-            await self.record(len(self.turns), turn)
-            self._keep(turn)
-            if (cut := self._cut(turn)) is not None:
-                return self._outcome(cut, False)
-            if answer.stop_reason is not None:
-                return self._outcome(answer.stop_reason, answer.success)
-            rendered = self.renderer.following(sample.ids, answer.messages)
+            await self.record(part, index, turn)
+            self._keep(turn, answer)
+            if (end := self._end(turn, answer)) is not None:
+                return end
+            rendered = self._next(sample.ids, answer.messages)
 
     async def _sample(self, tokens: TokenArray, room: int) -> Sample:
-        request = SampleRequest(self.session, tokens, room, self.seed_of(len(self.turns)), self.sampling)
+        session = self.session_of(len(self.parts) - 1)
+        request = SampleRequest(session, tokens, room, self.seed_of(len(self.turns)), self.sampling)
         try:
             return await self.policy.sample(request)
-        except StoreError:
+        except ConfigError:
             raise
         except Exception as error:  # an engine or endpoint is foreign code, as an environment is
             raise EpisodeFailed(StopReason.POLICY_ERROR, f"{type(error).__name__}: {error}") from error
 
-    def _keep(self, turn: Turn) -> None:
-        self.turns.append(turn)
-        self.tokens = np.concatenate([self.tokens, turn.observation, turn.action])
+    async def _act(self, action: TokenArray) -> Step:
+        """What the environment answers. An action that did not end by itself is never acted upon."""
+        if int(action[-1]) not in self.renderer.stop_ids:
+            return Step(())
+        answer: Step = await self.in_thread(self.world.step, self.renderer.text(action))
+        return answer
 
-    def _cut(self, turn: Turn) -> StopReason | None:
-        """Why the episode ends here, where the action did not end by itself. Such an action is never acted upon."""
-        if int(turn.action[-1]) in self.renderer.stop_ids:
-            return None
-        full = len(self.tokens) >= self.limits.trajectory_tokens
-        return StopReason.TOKEN_LIMIT if full else StopReason.ACTION_CUT
+    def _keep(self, turn: Turn, answer: Step) -> None:
+        self.parts[-1].append(turn)
+        self.tokens = np.concatenate([self.tokens, turn.observation, turn.action])
+        self.context += [Message("assistant", self.renderer.text(turn.action)), *answer.messages]
+
+    def _first(self, opening: Sequence[Message]) -> Rendered:
+        self.context = list(opening)
+        return self.renderer.first(opening)
+
+    def _next(self, action: TokenArray, said: Sequence[Message]) -> Rendered:
+        """The next observation: behind the action, or the beginning of a new part where the context is rewritten."""
+        rewritten = None if self.rewrite is None else self.rewrite(self.context, len(self.tokens))
+        if rewritten is None:
+            return self.renderer.following(action, said)
+        self.parts.append([])
+        self.tokens = self.tokens[:0]
+        return self._first(rewritten)
+
+    def _end(self, turn: Turn, answer: Step) -> Outcome | None:
+        if int(turn.action[-1]) not in self.renderer.stop_ids:
+            full = len(self.tokens) >= self.limits.trajectory_tokens
+            return self._outcome(StopReason.TOKEN_LIMIT if full else StopReason.ACTION_CUT, False)
+        return None if answer.stop_reason is None else self._outcome(answer.stop_reason, answer.success)
 
     def _outcome(self, reason: StopReason, success: bool | None) -> Outcome:
         parts: Counter[str] = Counter()
         for turn in self.turns:
             parts.update(turn.reward_parts)
         return Outcome(reason, math.fsum(turn.reward for turn in self.turns), dict(parts), success)
+
+
+@dataclass(frozen=True)
+class KeepRecent:
+    """A Rewrite: once a part has more than `tokens` tokens, go on with the opening messages and the last `messages` messages."""
+
+    tokens: int
+    messages: int = 6
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.messages < 1:
+            raise ConfigError(f"tokens and messages must be at least 1, got {self.tokens} and {self.messages}")
+
+    def __call__(self, context: Sequence[Message], tokens: int) -> Sequence[Message] | None:
+        opening = list(itertools.takewhile(lambda message: message.role != "assistant", context))
+        recent = context[max(len(opening), len(context) - self.messages) :]
+        return [*opening, *recent] if tokens > self.tokens and len(recent) < len(context) - len(opening) else None
 
 
 def _messages(observation: str, info: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -66,6 +68,21 @@ class Countdown(gymnasium.Env[str, str]):
             info["stop_reason"], info["success"] = StopReason.ANSWERED, right
         reward = float("nan") if self.options.get("not_finite") and ended else float(right)
         return "", reward, ended, False, info
+
+
+class DiesOnce(Countdown):
+    """Ends its whole process at the second step of the first environment that gets there."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        mark = Path(self.options["mark"])
+        if self.turn == 1 and not mark.exists():
+            mark.touch()
+            os._exit(1)
+        return super().step(action)
+
+
+def make_dying(task: Task) -> DiesOnce:
+    return DiesOnce()
 
 
 def countdown(seed: int = 0, **options: Any) -> Task:

@@ -52,7 +52,8 @@ class LocalPolicyConfig:
 
 @dataclass
 class Counters:
-    """Tokens over the policy's life. input: run that were not sampled; sampled; shared: taken over from another session instead
+    """Tokens over the policy's life. input: run before a request's first token was sampled (observations, and the last token of
+    the action before, which had no need to be run then); sampled; shared: taken over from another session instead
     of being run; rerun: run a second time for the same session under the same weights; steps: forwards."""
 
     input: int = 0
