@@ -24,12 +24,13 @@ def run_cases(tmp_path: Path, cases: list[dict[str, Any]], **layout: int) -> lis
 
 
 def test_two_processes_share_tokens(tmp_path: Path) -> None:
-    """Attention, windows with fewer keys than a run, recurrences; packed branches, long leaves, spans that do not divide."""
+    """Attention, windows with fewer keys than a run, recurrences, selections; packed branches, long leaves, spans that do not divide."""
     cases = [
         {"name": "llama", "chunk": 50, "pack": 200, "score": True},
         {"name": "llama", "training": "lora", "gradient": "detached", "chunk": 64, "pack": 200},
         {"name": "gemma3", "chunk": 33, "pack": 1},
         {"name": "qwen3_5", "chunk": 65, "pack": 200},
+        {"name": "glm_moe_dsa", "training": "lora", "chunk": 70, "pack": 200},
     ]
     for found in run_cases(tmp_path, cases, cp=2):
         assert found["worst"] < 1e-10 and found["logp"] < 1e-10, found

@@ -16,7 +16,8 @@ from torch import nn
 
 from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.attention import ACTIVE
-from longstraw_agents.trainer.context import Context, SharedAttentionState
+from longstraw_agents.trainer.candidates import SharedSparseState
+from longstraw_agents.trainer.context import Context, SharedAttentionState, SharedLatentState
 from longstraw_agents.trainer.heads import RULE, SINGLE_RULE, SharedRecurrentState
 from longstraw_agents.trainer.latent import LatentState
 from longstraw_agents.trainer.pages import Placement
@@ -56,6 +57,9 @@ SHARED_STATES: dict[str, Callable[[int, Context], LayerState]] = {
     "full_attention": SharedAttentionState,
     "sliding_attention": SharedAttentionState,
     "linear_attention": lambda capacity, context: SharedRecurrentState(context),
+    "latent_attention": SharedLatentState,
+    "indexed_attention": SharedSparseState,
+    "deepseek_sparse_attention": SharedSparseState,
 }
 
 
@@ -98,9 +102,6 @@ def make_state(
     if context is None or context.size == 1:
         cache = StateCache([LAYER_STATES[kind](capacity) for kind in types])
     else:
-        unshared = sorted(set(types) - set(SHARED_STATES))
-        if unshared:
-            raise ModelError(f"layers of type {', '.join(unshared)} can't be shared out over processes; set cp and ep to 1")
         cache = StateCache([SHARED_STATES[kind](capacity, context) for kind in types])
     for state, layer in zip(cache.layers, model.get_decoder().layers, strict=True):
         state.device = next(layer.parameters()).device

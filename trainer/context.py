@@ -21,16 +21,17 @@ sizes. Wide: float32, or the compute type where that is wider.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longstraw_agents.trainer.attention import Spec, Visibility, first_seen, merge, part_backward, part_forward
+from longstraw_agents.trainer.attention import Prefix, Spec, Visibility, first_seen, merge, part_backward, part_forward
+from longstraw_agents.trainer.latent import LatentPrefix, LatentState, require_latent
 from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.stack import wide
-from longstraw_agents.trainer.state import AttentionState, Run, Seed
+from longstraw_agents.trainer.state import AttentionState, Run, Seed, StoredPrefix
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,11 @@ class OwnedPositions:
                 return span.row + span.stop - span.start
         return 0
 
+    def positions(self, stop: int, device: torch.device) -> Tensor:
+        """The positions before `stop`, a border between runs, by row."""
+        kept = [torch.arange(span.start, span.stop, device=device) for span in self.spans(0, stop)]
+        return torch.cat(kept) if kept else torch.zeros(0, dtype=torch.int64, device=device)
+
     def spans(self, first: int, stop: int) -> Iterator[Span]:
         """The spans with a position in [first, stop), whole; `stop` is a border between runs."""
         return (span for span in self._spans if span.stop > first and span.start < stop)
@@ -150,7 +156,17 @@ class SharedAttentionState(AttentionState):
         return k_BKTD, v_BKTE
 
     def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-        return ContextAttention.apply(q, k, v, self, self.run, spec)  # type: ignore[no-untyped-call,no-any-return]
+        return ContextAttention.apply(q, k, v, self, self.run, self.prefix(module), spec)  # type: ignore[no-untyped-call,no-any-return]
+
+    def prefix(self, module: torch.nn.Module) -> Prefix:
+        """What this process holds of the run's prefix; rows are its positions."""
+        return StoredPrefix(self, self.run_in_rows)
+
+    @property
+    def run_in_rows(self) -> Run:
+        """The current run with its start and cut counted in rows."""
+        before = self.owned.rows_before
+        return replace(self.run, start=before(self.run.start), cut=before(self.run.cut))
 
     def seeds(self) -> list[Seed]:
         part = self.part
@@ -172,87 +188,90 @@ class SharedAttentionState(AttentionState):
             stack.write(row, tensors[name], self.device)
 
     def truncate(self, position: int) -> None:
+        super().truncate(position)
         self.owned.truncate(position)
 
-    def blocks(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Rows [first, last) of the run's prefix for layers without a window; parted at the run's cut."""
-        rows, cut = self.owned.rows_before(run.start), self.owned.rows_before(run.cut)
-        borders = sorted({0, min(cut, rows), rows})
-        yield from zip(borders, borders[1:], strict=False)
+
+class SharedLatentState(SharedAttentionState, LatentState):
+    """Latents and rotary keys of the positions that this process owns, up-projected when read."""
+
+    def prefix(self, module: torch.nn.Module) -> Prefix:
+        require_latent(module)
+        return LatentPrefix(self, self.run_in_rows, module)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries [first, last) of the gathered run against some keys of this process: rows of the stacks, or its own span."""
+    """Queries [first, last) of the gathered run against keys of this process, from `row` of its stacks on or of its own span."""
 
     first: int
     last: int
     see: Visibility
-    rows: tuple[int, int] | None = None  # None: the run's own keys
+    row: int | None  # None: the run's own keys
+    k: Tensor
+    v: Tensor
 
 
-def _pieces(state: SharedAttentionState, run: Run, spec: Spec) -> Iterator[_Piece]:
+def _pieces(state: SharedAttentionState, run: Run, prefix: Prefix, spec: Spec, k: Tensor, v: Tensor) -> Iterator[_Piece]:
     """Every pair of queries and keys of this process that see each other, as calls of a kernel. Own keys come last."""
-    c, R, r = state.part.size, state.context.size, state.context.rank
+    c, R, r = k.shape[2], state.context.size, state.context.rank
     own = run.start + r * c
     if spec.window is None:
-        for rows in state.blocks(run):
-            yield _Piece(0, R * c, Visibility(run.start, 0, False), rows)
+        for row, kb, vb in prefix.blocks(0):
+            yield _Piece(0, R * c, Visibility(run.start, 0, False), row, kb, vb)
         if r + 1 < R:
-            yield _Piece((r + 1) * c, R * c, Visibility(own + c, own, False))
+            yield _Piece((r + 1) * c, R * c, Visibility(own + c, own, False), None, k, v)
     else:
         for s in range(R):
             start = run.start + s * c
             first = first_seen(start, spec.window)
             for span in state.owned.spans(first, run.start):
-                rows = (span.row, span.row + span.stop - span.start)
-                yield _Piece(s * c, (s + 1) * c, Visibility(start, span.start, False, spec.window), rows)
+                see = Visibility(start, span.start, False, spec.window)
+                kb, vb = (stack.read(span.row, span.row + span.stop - span.start) for stack in (state.keys, state.values))
+                yield _Piece(s * c, (s + 1) * c, see, span.row, kb, vb)
             if s > r and own + c > first:
-                yield _Piece(s * c, (s + 1) * c, Visibility(start, own, False, spec.window))
-    yield _Piece(r * c, (r + 1) * c, Visibility(own, own, True, spec.window))
+                yield _Piece(s * c, (s + 1) * c, Visibility(start, own, False, spec.window), None, k, v)
+    yield _Piece(r * c, (r + 1) * c, Visibility(own, own, True, spec.window), None, k, v)
 
 
 class ContextAttention(torch.autograd.Function):
     """out_BHcE of this process's queries over prefix and run, wherever their keys are; see the module's head."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: SharedAttentionState, run: Run, spec: Spec) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: SharedAttentionState, run: Run, prefix: Prefix, spec: Spec
+    ) -> Tensor:
         context = state.context
         (q_all,) = context.gather_tokens(q)
         B, H, T, _ = q_all.shape
         out = torch.zeros(B, H, T, v.shape[-1], dtype=wide(q.dtype), device=q.device)
         lse = torch.full((B, H, T), -torch.inf, dtype=wide(q.dtype), device=q.device)
-        for piece in _pieces(state, run, spec):
+        for piece in _pieces(state, run, prefix, spec, k, v):
             at = slice(piece.first, piece.last)
-            kb, vb = (k, v) if piece.rows is None else (state.keys.read(*piece.rows), state.values.read(*piece.rows))
-            part = part_forward(q_all[:, :, at].contiguous(), kb, vb, piece.see, spec)
+            part = part_forward(q_all[:, :, at].contiguous(), piece.k, piece.v, piece.see, spec)
             out[:, :, at], lse[:, :, at] = merge(out[:, :, at], lse[:, :, at], *part)
         merged, lse = context.merge_partials(out, lse)
         merged = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, merged, lse)
-        ctx.state, ctx.run, ctx.spec = state, run, spec
+        ctx.rest = (state, run, prefix, spec)
         return merged
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        state, run, spec = ctx.state, ctx.run, ctx.spec
+        state, run, prefix, spec = ctx.rest
         context = state.context
-        q_all, dout_all, out_all = context.gather_tokens(q, dout, out)
-        (lse_all,) = context.gather_tokens(lse)
-        dq_all = torch.zeros_like(q_all, dtype=wide(q.dtype))
+        given = [*context.gather_tokens(q, dout, out), *context.gather_tokens(lse)]
+        dq_all = torch.zeros_like(given[0], dtype=wide(q.dtype))
         dk, dv = torch.zeros_like(k, dtype=wide(k.dtype)), torch.zeros_like(v, dtype=wide(v.dtype))
-        cut_row = state.owned.rows_before(run.cut)
-        for piece in _pieces(state, run, spec):
+        for piece in _pieces(state, run, prefix, spec, k, v):
             at = slice(piece.first, piece.last)
-            kb, vb = (k, v) if piece.rows is None else (state.keys.read(*piece.rows), state.values.read(*piece.rows))
-            dout_at, q_at, out_at, lse_at = (x[:, :, at].contiguous() for x in (dout_all, q_all, out_all, lse_all))
-            dq_part, dk_part, dv_part = part_backward(dout_at, q_at, kb, vb, out_at, lse_at, piece.see, spec)
+            q_at, dout_at, out_at, lse_at = (x[:, :, at].contiguous() for x in given)
+            dq_part, dk_part, dv_part = part_backward(dout_at, q_at, piece.k, piece.v, out_at, lse_at, piece.see, spec)
             dq_all[:, :, at] += dq_part
-            if piece.rows is None:
+            if piece.row is None:
                 dk, dv = dk + dk_part, dv + dv_part
-            elif piece.rows[0] >= cut_row:
-                state.keys.add(piece.rows[0], dk_part, cut_row)
-                state.values.add(piece.rows[0], dv_part, cut_row)
+            elif piece.row >= prefix.gradient_start():
+                prefix.add(piece.row, dk_part, dv_part)
         dq = context.sum_to_owners(dq_all)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

@@ -38,7 +38,7 @@ from longstraw_agents.trainer.stack import Stack
 from longstraw_agents.trainer.state import Run
 
 #: Elements of float held at once: scores of the indexer [B, S, heads, keys], and gathered latents [B, s, n, R].
-_ELEMENTS = 2**27
+ELEMENTS = 2**27
 
 
 class SparseState(LatentState):
@@ -62,6 +62,10 @@ class SparseState(LatentState):
 
     # -- selection ------------------------------------------------------------------------------------------------------
 
+    def all_tokens(self, x_BTn: Tensor) -> Tensor:
+        """What the indexer reads of the run's tokens, [B, T, ...]: all of them are here."""
+        return x_BTn
+
     def update_indexer(self, k_BTI: Tensor) -> Tensor:
         """The indexer gives the chunk's index keys and gets those that it is to score: a block of the prefix, or its own."""
         if self._block is None:
@@ -77,7 +81,7 @@ class SparseState(LatentState):
         `score()` gives the indexer's scores [B, T, keys] over the keys that `update_indexer` hands it.
         """
         run = self.run
-        step = max(1, _ELEMENTS // (run.rows * run.length * indexer.n_heads))
+        step = max(1, ELEMENTS // (run.rows * run.length * indexer.n_heads))
         best: tuple[Tensor, Tensor] | None = None
         for start in range(0, run.start, step):
             stop = min(run.start, start + step)
@@ -100,7 +104,7 @@ class SparseState(LatentState):
             self._digests[run.start] = digest_T
         elif run.gradient:
             before = self._digests.get(run.start)
-            if before is not None and len(before) == run.length:
+            if before is not None and len(before) == len(digest_T):
                 self.flips += int((before != digest_T).sum())
 
     # -- attention ------------------------------------------------------------------------------------------------------
@@ -112,7 +116,7 @@ class SparseState(LatentState):
             raise ModelError(f"layer {type(module).__name__} attends without a selection, a window or a cap unknown here")
         c_BTR, r_BTD = (own[:, 0] for own in self._own)
         picks = spec.picks.long()
-        piece = max(1, _ELEMENTS // (q.shape[0] * picks.shape[-1] * (c_BTR.shape[-1] + r_BTD.shape[-1])))
+        piece = max(1, ELEMENTS // (q.shape[0] * picks.shape[-1] * (c_BTR.shape[-1] + r_BTD.shape[-1])))
         key_RHN, value_RHE = up_projection(module)
         out = []
         for first in range(0, q.shape[2], piece):
@@ -130,8 +134,8 @@ class SparseState(LatentState):
     ) -> Tensor:
         """Attention of some queries [B, H, S, N + D] over their picks."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        c_BSnR = _Gather.apply(c_BTR, picks_BSn, self.keys, self.run)  # type: ignore[no-untyped-call]
-        r_BSnD = _Gather.apply(r_BTD, picks_BSn, self.values, self.run)  # type: ignore[no-untyped-call]
+        c_BSnR = GatherPicks.apply(c_BTR, picks_BSn, self.keys, self.run)  # type: ignore[no-untyped-call]
+        r_BSnD = GatherPicks.apply(r_BTD, picks_BSn, self.values, self.run)  # type: ignore[no-untyped-call]
         q_BHSN, q_BHSD = q.split([key_RHN.shape[-1], r_BTD.shape[-1]], dim=-1)
         q_BSHR = torch.einsum("bhsn,rhn->bshr", q_BHSN, key_RHN)
         scores = q_BSHR @ c_BSnR.transpose(-1, -2) + q_BHSD.transpose(1, 2) @ r_BSnD.transpose(-1, -2)
@@ -168,12 +172,17 @@ def _digest(picks_Tn: Tensor) -> Tensor:
     return (x ^ (x >> 32)).sum(-1)
 
 
-def best_picks(best: tuple[Tensor, Tensor] | None, scores_BSk: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+def best_picks(
+    best: tuple[Tensor, Tensor] | None, scores_BSk: Tensor, start: int | Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """Merge scores of the positions from `start` on into a running best `count`: (scores, positions), positions ascending.
 
-    Of equal scores the lower positions win, as if all were scored at once.
+    `start` may also be the positions themselves, [k] or [B, S, k], ascending. Of equal scores the lower positions win, as if
+    all were scored at once.
     """
-    positions = torch.arange(start, start + scores_BSk.shape[-1], device=scores_BSk.device).expand_as(scores_BSk)
+    if isinstance(start, int):
+        start = torch.arange(start, start + scores_BSk.shape[-1], device=scores_BSk.device)
+    positions = start.expand_as(scores_BSk)
     if best is not None:
         scores_BSk, positions = torch.cat([best[0], scores_BSk], -1), torch.cat([best[1], positions], -1)
     total = scores_BSk.shape[-1]
@@ -199,7 +208,7 @@ def up_projection(module: Any) -> tuple[Tensor, Tensor]:
     return both.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)  # type: ignore[no-any-return]
 
 
-class _Gather(torch.autograd.Function):
+class GatherPicks(torch.autograd.Function):
     """Rows of a latent at picked positions, [B, S, n, R]: from the stack before the run's start, else from the run's own.
 
     The backward pass adds the stack's share to its cotangent and returns the run's own share.
@@ -253,6 +262,11 @@ def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Ten
 
     def select(*args: Any, **kwargs: Any) -> Tensor:
         call = signature.bind(*args, **kwargs)
+        state = state_of(indexer.layer_idx)
+        with torch.no_grad():
+            for name in ("hidden_states", "q_resid"):
+                call.arguments[name] = state.all_tokens(call.arguments[name])
+            call.arguments["position_embeddings"] = tuple(state.all_tokens(x) for x in call.arguments["position_embeddings"])
         hidden = call.arguments["hidden_states"]
         call.arguments["attention_mask"] = torch.ones(1, 1, 1, dtype=torch.bool, device=hidden.device)  # causality is ours
 
@@ -263,7 +277,7 @@ def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Ten
                 raise ModelError(f"{type(indexer).__name__} selects without a top-k of its scores; no exact replay is known")
             return seen.scores
 
-        return state_of(indexer.layer_idx).select(indexer, score)  # type: ignore[no-any-return]
+        return state.select(indexer, score)  # type: ignore[no-any-return]
 
     return select
 
