@@ -24,7 +24,7 @@ def run_cases(tmp_path: Path, cases: list[dict[str, Any]], **layout: int) -> lis
 
 
 def test_two_processes_share_tokens(tmp_path: Path) -> None:
-    """Attention, windows with fewer keys than a run, recurrences, selections; packed branches, long leaves, spans that do not divide."""
+    """Attention, windows, recurrences, selections; packed branches, long leaves, spans that do not divide."""
     cases = [
         {"name": "llama", "chunk": 50, "pack": 200, "score": True},
         {"name": "llama", "training": "lora", "gradient": "detached", "chunk": 64, "pack": 200},
