@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from longstraw_agents.errors import ConfigError
 from longstraw_agents.terminal import json_option, write_json
+
+if TYPE_CHECKING:
+    from longstraw_agents.storage.chat import ChatFormat
 
 
 @click.group()
@@ -86,3 +91,68 @@ def copy(source: str, target: str, json_path: Path | None) -> None:
     counts = admin.copy(source, target)
     click.echo(", ".join(f"{count} {name}" for name, count in counts.items() if count) or "the store is empty")
     write_json(json_path, counts)
+
+
+FORMATS = ("jsonl", "parquet", "sft", "preferences", "atif")
+
+
+@db.command("export")
+@click.argument("url")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--run", "run_id", required=True, metavar="RUN", help="The run, such as r1.")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="jsonl", show_default=True)
+@click.option("--tokenizer", metavar="NAME", help="For sft, preferences and atif: folder or hub name of the model's tokenizer.")
+@click.option("--least-reward", type=float, help="For sft: leave trajectories with less out.")
+@json_option
+def export(
+    url: str, path: Path, run_id: str, form: str, tokenizer: str | None, least_reward: float | None, json_path: Path | None
+) -> None:
+    """Write a run to a file: exactly (jsonl, parquet), or as text for other tools (sft, preferences, atif: a folder)."""
+    from longstraw_agents.storage import Store, chat, interchange
+
+    with Store.open(url, create=False) as store:
+        if form in ("jsonl", "parquet"):
+            count = getattr(interchange, f"export_{form}")(store, run_id, path)
+        elif tokenizer is None:
+            raise click.UsageError(f"--format {form} needs --tokenizer")
+        elif form == "sft":
+            count = chat.export_sft(store, run_id, path, _chat_format(tokenizer), least_reward=least_reward)
+        elif form == "preferences":
+            count = chat.export_preferences(store, run_id, path, _chat_format(tokenizer))
+        else:
+            count = chat.export_atif(store, run_id, path, _chat_format(tokenizer), tokenizer)
+    click.echo(f"{count} {'pairs' if form == 'preferences' else 'trajectories'} -> {path}")
+    write_json(json_path, {"count": count})
+
+
+@db.command("import")
+@click.argument("url")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--format", "form", type=click.Choice(("jsonl", "parquet", "atif")), default="jsonl", show_default=True)
+@click.option("--name", default="import", show_default=True, help="The new run's name.")
+@json_option
+def import_(url: str, paths: tuple[Path, ...], form: str, name: str, json_path: Path | None) -> None:
+    """Read exported files into new runs of a store: one run a file, or one for all ATIF documents."""
+    from longstraw_agents.storage import Store, chat, interchange
+
+    with Store.open(url) as store:
+        if form == "atif":
+            runs = [chat.import_atif(store, paths, name)]
+        else:
+            runs = [getattr(interchange, f"import_{form}")(store, path, name) for path in paths]
+    click.echo(f"imported as {', '.join(runs)}")
+    write_json(json_path, {"runs": runs})
+
+
+def _chat_format(name: str) -> ChatFormat:
+    """ChatML with the ids and the text of a tokenizer."""
+    from transformers import AutoTokenizer
+
+    from longstraw_agents.storage.chat import ChatFormat
+    from longstraw_agents.trainer.models import SMOLLM2, smollm2_folder
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder() if name == SMOLLM2 else name)
+    start, end = (tokenizer.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|im_end|>"))
+    if start is None or end is None or start == tokenizer.unk_token_id:
+        raise ConfigError(f"the tokenizer {name} has no <|im_start|> and <|im_end|>; only ChatML is understood")
+    return ChatFormat(start, end, tokenizer.decode)
