@@ -21,7 +21,7 @@ from longstraw_agents.trainer import comparison, shelf
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.pages import Placement
-from longstraw_agents.trainer.recapture import KINDS, Recapture
+from longstraw_agents.trainer.recapture import KINDS, Prefix, Recapture
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.shelf import ShelfConfig
 from longstraw_agents.trainer.state import StateCache
@@ -124,6 +124,19 @@ def test_an_extension_runs_only_the_new_tokens(name: str) -> None:
     assert (report["hit"], report["extended"]) == (ROOT - 1, 61) and report["missed"] == 0
     for key, value in full.items():  # the borders differ, so only nearly: the last kept span ends where the shorter prefix did
         assert torch.allclose(ours[key], value, rtol=1e-9, atol=1e-12), key
+
+
+def test_a_growing_prefix_runs_each_token_once() -> None:
+    engine = Engine(zoo.build("qwen3_5"), CONFIG)
+    recapture = Recapture.of(engine, ShelfConfig(host_bytes=0))  # nothing kept: what is in place is enough
+    prefix = Prefix(recapture, 200)
+    tokens = segment(group(root=200)).nodes[0].tokens[:-1]
+    for length in (100, 101, 101, 160):
+        list(prefix.refresh(tokens[:length], CONFIG.chunk))
+    report = recapture.report()
+    assert report["whole"] == 160 and report["hit"] == 0
+    list(prefix.refresh(np.r_[tokens[:50], 3, tokens[51:80]], CONFIG.chunk))  # other tokens: all of them run again
+    assert recapture.report()["whole"] == 80
 
 
 def test_loss_tokens_of_a_kept_span_are_scored_all_the_same() -> None:

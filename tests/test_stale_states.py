@@ -17,9 +17,10 @@ from torch import nn
 from longstraw_agents.errors import CorruptionError, StaleStateError
 from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer.architectures import make_state
-from longstraw_agents.trainer.recapture import Recapture
+from longstraw_agents.trainer.recapture import Prefix, Recapture
 from longstraw_agents.trainer.replay import Engine
 from longstraw_agents.trainer.shelf import ShelfConfig
+from longstraw_agents.trainer.state import Run
 from tests import models as zoo
 from tests.test_recapture import CONFIG, group, run
 
@@ -80,8 +81,25 @@ class Subject:
         self.replay.score()
         self.fresh = self.recapture.under(self.engine.stamps.stamps())
         self.spans = list(self.fresh.walk("", self.inputs, 0, CONFIG.chunk))
+        self.prefix = Prefix(self.recapture, 200)
+        list(self.prefix.refresh(self.inputs, CONFIG.chunk))
         self.refreshing = self.recapture.refresh(np.r_[self.inputs, 5, 6, 7], 30)
         next(self.refreshing)
+
+    def extended(self) -> None:
+        """A growing prefix goes on where it was only under the weights it was captured with."""
+        tokens = np.r_[self.inputs, 5, 6, 7]
+        spans = list(self.prefix.refresh(tokens, CONFIG.chunk))
+        state = make_state(self.engine.base, 200)
+        with self.engine.attached(), torch.no_grad():
+            for span in [*self.spans, *spans[-1:]]:
+                run = Run(span.start, span.stop - span.start, 1, writes=True, gradient=False)
+                self.engine.decode(tokens[None, span.start : span.stop], run, state)
+                for layer in range(len(state.layers)):
+                    ours, full = (s.export(layer, span.start, span.stop) for s in (self.prefix.state, state))
+                    if not all(torch.allclose(ours[name], value, rtol=1e-4, atol=1e-6) for name, value in full.items()):
+                        raise AssertionError("served")
+        raise StaleStateError("nothing stale was read")
 
     def equal_to_fresh(self, recapture: Recapture) -> None:
         """An update under the new weights gives what one without kept states gives; else it served a stale one."""
@@ -94,15 +112,15 @@ class Subject:
 WAYS: dict[str, Callable[[Subject], object]] = {
     "score an open tree": lambda s: s.replay.score(),
     "replay an open tree": lambda s: s.replay.backward(s.c),
-    "walk kept spans": lambda s: list(s.fresh.walk("", s.inputs, 0, CONFIG.chunk)),
     "take over a span": lambda s: s.fresh.capture(s.spans[0], s.inputs[:48], make_state(s.engine.base, 200)),
     "start from a stored input": lambda s: s.fresh.entry(s.spans[0]),
     "go on refreshing": lambda s: list(s.refreshing),
     "ask the shelf": lambda s: s.recapture.shelf.get(f"{s.spans[0].chain}-above", s.engine.stamps.layers()),
     "restart from disk": lambda s: s.equal_to_fresh(Recapture.of(s.engine, s.config)),
     "open the tree again": lambda s: s.equal_to_fresh(s.recapture),
+    "extend a prefix": lambda s: s.extended(),
 }
-ANEW = {"restart from disk", "open the tree again"}  # these refresh by themselves, so they come last
+ANEW = {"restart from disk", "open the tree again", "extend a prefix"}  # these refresh by themselves, so they come last
 
 
 def attempts(folder: Path) -> Iterator[tuple[str, str, bool]]:

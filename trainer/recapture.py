@@ -96,14 +96,7 @@ class Recapture:
         What was finished stays finished if it is not carried on, or the process dies. Raises StaleStateError if the weights
         change on the way: begin again then.
         """
-        inputs = np.asarray(tokens, dtype=np.int32)
-        state = make_state(self.engine.base, len(inputs), placement=self.engine.config.placement)
-        self.engine.stamps.forget()
-        fresh = self.under(self.engine.stamps.stamps())
-        for span in fresh.walk("", inputs, 0, chunk):
-            with self.engine.attached(), torch.no_grad():
-                fresh.capture(span, inputs[span.start : span.stop], state)
-            yield span
+        return Prefix(self, len(tokens)).refresh(tokens, chunk)
 
     def report(self) -> dict[str, Any]:
         """For a receipt: what happened since the last report, in tokens (evictions in items), and what is held now."""
@@ -138,26 +131,57 @@ class Recapture:
         return sorted(spans.values(), key=lambda span: -span.stop)
 
 
+class Prefix:
+    """A prefix that grows, with its state in place: a trajectory under way, whose new tokens are run as they come."""
+
+    def __init__(self, recapture: Recapture, capacity: int) -> None:
+        """capacity: the most tokens that it will have."""
+        self._recapture, self._capacity = recapture, capacity
+        self.state = self._new_state()
+        self._tokens: TokenArray = np.empty(0, dtype=np.int32)  # those whose states are in place
+        self._chain = ""
+        self._fresh: FreshStates | None = None
+
+    def refresh(self, tokens: TokenArray, chunk: int) -> Iterator[Span]:
+        """`Recapture.refresh`; tokens that follow those of the call before are run on what is there, if that is still fresh."""
+        inputs = np.asarray(tokens, dtype=np.int32)
+        stamps = self._recapture.engine.stamps.stamps()
+        held = len(self._tokens)
+        if self._fresh is None or self._fresh.stamps != stamps or not np.array_equal(inputs[:held], self._tokens):
+            self._fresh = self._recapture.under(stamps)
+            self._tokens, self._chain, held = inputs[:0], "", 0
+            self.state = self._new_state()
+        fresh, checked = self._fresh, True
+        for span in fresh.walk(self._chain, inputs[held:], held, chunk):
+            with fresh.reading(checked=checked), self._recapture.engine.attached(), torch.no_grad():
+                fresh.capture(span, inputs[span.start : span.stop], self.state)
+            self._tokens, self._chain, checked = inputs[: span.stop], span.chain, False
+            yield span
+
+    def _new_state(self) -> StateCache:
+        engine = self._recapture.engine
+        return make_state(engine.base, self._capacity, placement=engine.config.placement)
+
+
 class FreshStates:
     """`Recapture` as one set of weights may read it: spans to walk, states to take over, and states to keep."""
 
     def __init__(self, recapture: Recapture, stamps: Stamps, frontier: int) -> None:
-        self._recapture, self._frontier, self._all = recapture, frontier, stamps
+        self._recapture, self._frontier, self.stamps = recapture, frontier, stamps
         self._shelf, self._engine = recapture.shelf, recapture.engine
-        self._stamps: dict[str, Stamp] = {
+        self._wanted: dict[str, Stamp] = {
             "below": (*stamps.states[:frontier], stamps.inputs[frontier]),
             "above": stamps.states[frontier:],
         }
-        self._reading = False
+        self._since: int | None = None  # within `reading`: what `WeightStamps.changes` was at its start
         self._missed: set[str] = set()  # what follows these is no extension
         self._parts = [part for part in ("below", "above") if (frontier > 0 if part == "below" else stamps.states[frontier:])]
 
     def walk(self, chain: str, inputs_T: TokenArray, begin: int, chunk: int) -> Iterator[Span]:
         """Part inputs that begin at position `begin` into kept spans where any fresh ones fit, and new ones of `chunk` else.
 
-        `chain` stands for what precedes them. Raises StaleStateError if the weights are no longer those with these stamps.
+        `chain` stands for what precedes them.
         """
-        self.require()
         at = 0
         while at < len(inputs_T):
             span = self._kept(chain, inputs_T[at:], begin + at, chunk)
@@ -196,19 +220,22 @@ class FreshStates:
 
     def require(self) -> None:
         """Raise StaleStateError unless the weights are those with these stamps; within `reading`, as far as torch can tell."""
-        now = self._engine.stamps.stamps(fresh=not self._reading)
-        require_fresh(self._all.states, now.states, "the kept state")
-        require_fresh(self._all.inputs[: self._frontier + 1], now.inputs[: self._frontier + 1], "the kept input")
+        if self._since is not None and not self._engine.stamps.moved(self._since):
+            return
+        now = self._engine.stamps.stamps()
+        require_fresh(self.stamps.states, now.states, "the kept state")
+        require_fresh(self.stamps.inputs[: self._frontier + 1], now.inputs[: self._frontier + 1], "the kept input")
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """One pass over a tree: all weights are checked at its start, and by torch's version counters on the way."""
-        self.require()
-        self._reading = True
+    def reading(self, *, checked: bool = False) -> Iterator[None]:
+        """One pass: all weights are checked at its start, unless they just were, and by torch's version counters on the way."""
+        if not checked:
+            self.require()
+        self._since = self._engine.stamps.changes
         try:
             yield
         finally:
-            self._reading = False
+            self._since = None
 
     def entry(self, span: Span) -> Entry | None:
         """Where a run of the span may start; None: at the embeddings."""
@@ -235,29 +262,29 @@ class FreshStates:
         for span in self._recapture.following(chain):
             length = span.stop - span.start
             if length <= min(chunk, len(inputs_T)) and Span.after(chain, start, inputs_T[:length]) == span:
-                if any(self._shelf.stamps(f"{span.chain}-{part}") == self._stamps[part] for part in self._parts):
+                if any(self._shelf.stamps(f"{span.chain}-{part}") == self._wanted[part] for part in self._parts):
                     return span
         return None
 
     def _is_kept(self, chain: str) -> bool:
-        return all(self._shelf.stamps(f"{chain}-{part}") == self._stamps[part] for part in self._parts)
+        return all(self._shelf.stamps(f"{chain}-{part}") == self._wanted[part] for part in self._parts)
 
     def _read(self, span: Span, part: str) -> dict[str, Tensor] | None:
         """A fresh part of a span; None where there is none, or what the disk gave back was not what was written."""
         if part not in self._parts:
             return {}
         key = f"{span.chain}-{part}"
-        if self._shelf.stamps(key) != self._stamps[part]:
+        if self._shelf.stamps(key) != self._wanted[part]:
             return None
         try:
-            return self._shelf.get(key, self._stamps[part])
+            return self._shelf.get(key, self._wanted[part])
         except CorruptionError:
             self._count("corrupt", span)
             return None
 
     def _put(self, span: Span, part: str, tensors: dict[str, Tensor]) -> None:
         if tensors:
-            self._shelf.put(f"{span.chain}-{part}", self._stamps[part], tensors, vars(span))
+            self._shelf.put(f"{span.chain}-{part}", self._wanted[part], tensors, vars(span))
 
     def _entry(self, below: dict[str, Tensor] | None) -> Entry | None:
         if not below or "input" not in below:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ _AFTER_STATE = re.compile(
     r"|\.(q_proj|q_norm|o_proj|out_proj|in_proj_z)\."
 )
 _PIECE = 1 << 24  # elements digested at once
+_SMALL = 1 << 20  # elements of a tensor that is digested on the host
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
@@ -110,7 +113,10 @@ class WeightStamps:
         """decoder: the stack of layers (embeddings, `layers`, final norm). config: the model's configuration."""
         self._decoder = decoder
         self._config = config
-        self._known: dict[str, tuple[tuple[int, int], bytes]] = {}
+        self.changes = 0  # how often `stamps` found something that was not as at the call before
+        self._known: dict[str, _Known] = {}
+        self._set = b""
+        self._flags: list[tuple[nn.Module, object]] = []  # modules with adapters, and how these were set at the last call
 
     def layers(self, *, fresh: bool = True) -> tuple[str, ...]:
         """One digest per layer's state. With fresh=False, tensors whose version counter did not move are not digested again."""
@@ -118,13 +124,17 @@ class WeightStamps:
 
     def stamps(self, *, fresh: bool = True) -> Stamps:
         """The digests of every layer's state and input."""
-        below = hashlib.blake2b(self._settings(), digest_size=16)
+        tensors = self._survey()
+        settings = self._settings()
+        self.changes += settings != self._set
+        self._set = settings
+        below = hashlib.blake2b(settings, digest_size=16)
         own: dict[int, list[bytes]] = {}
         after: dict[int, list[bytes]] = {}
-        tensors = list(self._decoder.named_parameters()) + list(self._decoder.named_buffers())
-        for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        self._digest([item for item in tensors if self._is_due(*item, fresh)])
+        for name, _ in tensors:
             match = _LAYER.search(name)
-            entry = name.encode() + self._digest(name, tensor, fresh)
+            entry = name.encode() + self._known[name].digest
             if match is None:
                 if not _FINAL_NORM.search(name):  # the final norm comes after every state
                     below.update(entry)
@@ -145,26 +155,73 @@ class WeightStamps:
         """Digest every tensor anew at the next call, frozen ones too."""
         self._known.clear()
 
-    def _digest(self, name: str, tensor: Tensor, fresh: bool) -> bytes:
-        key = (tensor.data_ptr(), tensor._version)
+    def moved(self, since: int) -> bool:
+        """Whether torch saw a tensor written, or an adapter set otherwise, since `changes` was `since`: no digest."""
+        if self.changes != since:
+            return True
+        written = any(known.tensor() is None or known.place != _place(known.tensor()) for known in self._known.values())
+        return written or any(_flags(module) != flags for module, flags in self._flags)
+
+    def _survey(self) -> list[tuple[str, Tensor]]:
+        """All parameters and buffers by name, sorted, in one walk; notes adapters on the way."""
+        self._flags = []
+        tensors: list[tuple[str, Tensor]] = []
+        for prefix, module in self._decoder.named_modules():
+            if hasattr(module, "merged"):
+                self._flags.append((module, _flags(module)))
+            held = [*module._parameters.items(), *module._buffers.items()]
+            tensors += [(f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in held if tensor is not None]
+        return sorted(tensors, key=lambda item: item[0])
+
+    def _is_due(self, name: str, tensor: Tensor, fresh: bool) -> bool:
         known = self._known.get(name)
-        if known is not None and known[0] == key and not (fresh and tensor.requires_grad):
-            return known[1]
-        digest = tensor_digest(tensor)
-        self._known[name] = (key, digest)
-        return digest
+        unmoved = known is not None and known.tensor() is tensor and known.place == _place(tensor)
+        return not unmoved or (fresh and tensor.requires_grad)
+
+    def _digest(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Digest tensors; small ones of a GPU travel to the host together, as one launch each would take longer than a layer."""
+        together: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors:
+            if tensor.device.type != "cpu" and tensor.numel() <= _SMALL:
+                together.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+            else:
+                self._note(name, tensor, tensor)
+        for group in together.values():
+            joined = torch.cat([tensor.detach().reshape(-1) for _, tensor in group]).cpu()
+            for (name, tensor), flat in zip(group, joined.split([tensor.numel() for _, tensor in group]), strict=True):
+                self._note(name, tensor, flat.view(tensor.shape))
+
+    def _note(self, name: str, tensor: Tensor, values: Tensor) -> None:
+        digest, known = tensor_digest(values), self._known.get(name)
+        self.changes += known is not None and known.digest != digest
+        self._known[name] = _Known(weakref.ref(tensor), _place(tensor), digest)
 
     def _settings(self) -> bytes:
         """Position settings, types and the active adapters with their scaling."""
         to_dict = getattr(self._config, "to_dict", None)
         settings = json.dumps(to_dict() if to_dict else repr(self._config), sort_keys=True, default=str)
-        adapters = [
-            (name, list(module.active_adapters), sorted(getattr(module, "scaling", {}).items()), bool(module.merged))
-            for name, module in self._decoder.named_modules()
-            if hasattr(module, "active_adapters") and hasattr(module, "merged")
-        ]
-        disabled = [bool(getattr(m, "disable_adapters", False)) for m in self._decoder.modules() if hasattr(m, "merged")]
-        return f"{settings} {adapters} {any(disabled)}".encode()
+        return f"{settings} {[flags for _, flags in self._flags]}".encode()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor's digest, and where it lay and how often it had been written when that was made."""
+
+    tensor: weakref.ref[Tensor]
+    place: tuple[int, int]
+    digest: bytes
+
+
+def _place(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor._version)
+
+
+def _flags(module: Any) -> tuple[Any, ...]:
+    """How an adapter layer is set: active adapters, scaling, merged, switched off."""
+    return (
+        list(getattr(module, "active_adapters", ())), sorted(getattr(module, "scaling", {}).items()),
+        bool(module.merged), bool(getattr(module, "disable_adapters", False)),
+    )  # fmt: skip
 
 
 def require_fresh(captured: tuple[str, ...], now: tuple[str, ...], what: str) -> None:
