@@ -66,7 +66,7 @@ class ToolEnv(gymnasium.Env[str, str]):
     `option_defaults`. `max_tokens` counts observations and actions with `count_tokens`, by default their UTF-8 bytes.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # type: ignore[misc]
     observation_space: gymnasium.Space[str]
     action_space: gymnasium.Space[str]
 
@@ -247,7 +247,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         calls = tuple(self.call(call) for call in parsed.calls)
         episode.calls.append(calls)
         if calls:
-            messages = [Message("tool", call.result if call.error is None else f"Error: {call.error}") for call in calls]
+            messages = [Message("tool", f"Error: {call.error}" if call.result is None else call.result) for call in calls]
             if parsed.answer is not None:
                 messages.append(Message("user", "The answer beside the call was not taken: answer after reading the result."))
             return messages

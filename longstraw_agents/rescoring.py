@@ -48,10 +48,20 @@ def _replayed(store: Store, renderer: Renderer, row: TrajectoryRow, world: World
         return scores.Outcome(False, None)
     limits = Limits(action_tokens=row.length, trajectory_tokens=row.length)
     episode = Episode(
-        row.trajectory_id, world, _Silent(), renderer, Sampling(), limits, lambda turn: 0, _no_record, _at_once, lambda: None
-    )  # fmt: skip
+        world=world,
+        policy=_Silent(),
+        renderer=renderer,
+        sampling=Sampling(),
+        limits=limits,
+        seed_of=lambda turn: 0,
+        record=_no_record,
+        begin=_no_part,
+        in_thread=_at_once,
+        check=lambda: None,
+        session_of=lambda part: row.trajectory_id,
+    )
     try:
-        outcome = asyncio.run(episode.run(store.turns(row.trajectory_id)))
+        outcome = asyncio.run(episode.run([store.turns(row.trajectory_id)]))
     except EpisodeFailed:
         return scores.Outcome(False, None)
     finally:
@@ -71,8 +81,12 @@ class _Silent:
         """Nothing is kept."""
 
 
-async def _no_record(index: int, turn: Turn) -> None:
+async def _no_record(part: int, index: int, turn: Turn) -> None:
     """Replaying commits nothing."""
+
+
+async def _no_part(part: int) -> None:
+    """Replaying begins nothing."""
 
 
 async def _at_once(call: Callable[..., Any], *arguments: Any) -> Any:

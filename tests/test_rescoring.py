@@ -9,7 +9,8 @@ from typing import Any
 import gymnasium
 import pytest
 from click.testing import CliRunner
-from test_loop import Letters, config, model_folder  # noqa: F401
+from letters import Letters
+from test_loop import config, model_folder  # noqa: F401
 
 from longstraw_agents import config as toml
 from longstraw_agents.cli import main

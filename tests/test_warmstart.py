@@ -11,8 +11,9 @@ import gymnasium
 import models as zoo
 import pytest
 import torch
+from letters import Letters
 from made import flat_group, make_group, make_trajectory
-from test_loop import Letters, config, model_folder  # noqa: F401
+from test_loop import config, model_folder  # noqa: F401
 
 from longstraw_agents.errors import ConfigError, StoreError
 from longstraw_agents.guards import Guards

@@ -237,7 +237,7 @@ class PrefixAttention(torch.autograd.Function):
         ctx.joined = prefix.joined(k, v) if spec.joins() else None
         if ctx.joined is not None:
             assert spec.kernel is not None
-            out, lse = spec.kernel.forward(q, *ctx.joined, True, spec.scale)
+            out, lse = spec.kernel.forward(q, *ctx.joined, True, spec.scale)  # type: ignore[call-arg]
             ctx.save_for_backward(q, k, v, out, lse)
             return out
         wide = torch.promote_types(q.dtype, torch.float32)

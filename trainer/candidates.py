@@ -23,7 +23,7 @@ from longstraw_agents.trainer.attention import Spec
 from longstraw_agents.trainer.context import SharedAttentionState
 from longstraw_agents.trainer.latent import require_latent
 from longstraw_agents.trainer.sparse import ELEMENTS, GatherPicks, SparseState, best_picks, up_projection
-from longstraw_agents.trainer.state import wide
+from longstraw_agents.trainer.stack import wide
 
 _NOWHERE = 2**40  # stands for the position of a candidate that does not exist: after all others
 

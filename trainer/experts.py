@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from longstraw_agents.errors import ConfigError, ModelError
 from longstraw_agents.trainer.ranks import Ranks
-from longstraw_agents.trainer.state import wide
+from longstraw_agents.trainer.stack import wide
 
 #: Parameters of a layer's experts, stacked along their first dimension.
 _STACKED = ("gate_up_proj", "down_proj")

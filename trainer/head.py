@@ -48,7 +48,7 @@ class Head:
         """`logp` over pieces, without autograd."""
         with torch.no_grad():
             parts = [self.logp(h, t, entropy) for h, t in zip(*self._split(hidden_MC, target_M), strict=True)]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None  # type: ignore[arg-type]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None  # type: ignore[arg-type, misc]
 
     def backward(
         self, hidden_MC: Tensor, target_M: Tensor, c_M: Tensor, e_M: Tensor | None

@@ -96,9 +96,9 @@ class Stepper:
     def gradient_norm(self) -> float:
         """The 2-norm over all gradients, those of others' experts included, before clipping (float32 or wider)."""
         given = [p for p in self.parameters if p.grad is not None]
-        own = squared_norm(p.grad for p in given if id(p) not in self.sharded)
+        own = squared_norm(p.grad for p in given if id(p) not in self.sharded)  # type: ignore[misc]
         if self.sharded:
-            experts = squared_norm(p.grad for p in given if id(p) in self.sharded).to(self.ranks.device)
+            experts = squared_norm(p.grad for p in given if id(p) in self.sharded).to(self.ranks.device)  # type: ignore[misc]
             own = own.to(experts) + self.ranks.sum(experts, "ep", "gradients")
         return math.sqrt(float(own))
 

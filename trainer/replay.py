@@ -509,7 +509,7 @@ class TreeReplay:
 
     def _count(self, kind: str, node: Node, inputs: int, group: Sequence[Node] = ()) -> None:
         now = self._now()
-        self.seconds[kind] += now - self._begun
+        self.seconds[kind] += now - self._begun  # type: ignore[assignment]  # a Counter of floats
         self._begun = now
         self.counts[kind] += inputs
         if node.parent is None and node.children and kind in ("capture", "reverse"):

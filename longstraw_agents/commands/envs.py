@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,9 +27,9 @@ def list_environments(json_path: Path | None) -> None:
     from longstraw_agents.envs import BUILT_IN
     from longstraw_agents.envs.tool_env import ToolEnv
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for env_id in BUILT_IN:
-        entry = gymnasium.envs.registration.load_env_creator(BUILT_IN[env_id])
+        entry: Any = gymnasium.envs.registration.load_env_creator(BUILT_IN[env_id])
         assert isinstance(entry, type) and issubclass(entry, ToolEnv)
         summary = (importlib.import_module(entry.__module__).__doc__ or "").splitlines()[0]
         rows.append({"id": env_id, "summary": summary.partition(": ")[2], "options": dict(entry.option_defaults)})

@@ -59,7 +59,7 @@ def show(observation: str, info: dict[str, object]) -> None:
 
 def ask() -> str:
     """Lines from the terminal up to a lone dot; the end of input ends the action too, and an empty one aborts."""
-    lines = []
+    lines: list[str] = []
     while True:
         try:
             line = click.prompt(">", prompt_suffix=" ", default="", show_default=False)
