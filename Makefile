@@ -3,13 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install -q -c constraints.txt
 
-.PHONY: demo test figures docs check clean
+.PHONY: demo test test-slow figures docs check record-demo record-fresh-clone record-kills clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/longstraw demo $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# The full matrices; `make test` leaves them out.
+test-slow: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+
+# Longer sets that write figures: each says at its top what it measures.
+record-demo: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/demo_trials.py --record
+
+record-fresh-clone: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/fresh_clone.py --record
+
+record-kills: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/training_kills.py --record
 
 figures: $(VENV)/installed
 	$(VENV)/bin/longstraw figures
