@@ -317,3 +317,44 @@ def test_what_an_earlier_process_left_open_is_cancelled(served: Served) -> None:
     later = Recorder(served.store, served.recorder.policy, RENDERER, served.run_id)
     assert later.cancel_open() == 1 and later.cancel_open() == 0
     assert served.store.groups(served.run_id)[0].complete
+
+
+def test_an_agent_library_unmodified(served: Served, model: Any, scripted: Served) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    openai = pytest.importorskip("openai")
+    agents.set_tracing_disabled(True)
+    model.lm_head.weight.data[END] *= 40  # so that answers end by themselves: the library takes no others
+    looked: list[str] = []
+
+    @agents.function_tool
+    def look(at: str) -> str:
+        """Looks."""
+        looked.append(at)
+        return f"a cup at {at}"
+
+    def ask(proxy: Served, interface: Any, streaming: bool) -> tuple[str, list[Trajectory]]:
+        session = proxy.open()
+
+        async def converse() -> str:
+            async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
+                agent = agents.Agent("helper", instructions="Be brief.", tools=[look], model=interface("m", openai_client=client))
+                if not streaming:
+                    return str((await agents.Runner.run(agent, "What is at x?")).final_output)
+                result = agents.Runner.run_streamed(agent, "What is at x?")
+                async for _ in result.stream_events():
+                    continue
+                return str(result.final_output)
+
+        said = asyncio.run(converse())
+        assert proxy.reward(session["session"]).json()["trajectories"] == 1
+        return said, proxy.trajectories(session["group"])
+
+    for interface in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        for streaming in (False, True):
+            said, (trajectory,) = ask(scripted, interface, streaming)
+            assert said == "said 1" and len(trajectory.turn_ends) == 2
+            assert "<|im_start|>tool\na cup at x<|im_end|>" in TOKENIZER.decode(trajectory.tokens)
+            said, (trajectory,) = ask(served, interface, streaming)
+            assert check_replay(model, trajectory) == trajectory.action_mask.sum()
+            assert said == RENDERER.text(trajectory.tokens[trajectory.action_mask])
+    assert looked == ["x"] * 4

@@ -12,8 +12,11 @@ Vocabulary
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +30,8 @@ from longstraw_agents.storage.secrets import SHORTEST, hide
 @dataclass(frozen=True)
 class EndpointConfig:
     """base_url ends in /v1. processed_logprobs: the server reports log-probabilities after temperature and top-p (vLLM:
-    --logprobs-mode processed_logprobs); without it only temperature 1 and top_p 1, or greedy, are accepted."""
+    --logprobs-mode processed_logprobs); without it only temperature 1 and top_p 1, or greedy, are accepted. concurrency: calls
+    at once."""
 
     base_url: str
     model: str
@@ -35,10 +39,13 @@ class EndpointConfig:
     processed_logprobs: bool = False
     without_ids: Literal["refuse", "reencode"] = "refuse"
     timeout_seconds: float = 600.0
+    concurrency: int = 64
 
     def __post_init__(self) -> None:
         if not self.base_url.rstrip("/").endswith("/v1"):
             raise ConfigError(f"base_url must end in /v1, got {self.base_url!r}")
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.without_ids not in ("refuse", "reencode"):
             raise ConfigError(f'without_ids must be "refuse" or "reencode", got {self.without_ids!r}')
         if len(self.api_key) >= SHORTEST:  # shorter ones are placeholders, such as "none"
@@ -57,7 +64,7 @@ class EndpointPolicy:
         version: int = 0,
     ) -> None:
         """stop_ids: tokens that end an action. encode: text to ids, needed for without_ids="reencode" alone."""
-        from openai import AsyncOpenAI
+        from openai import OpenAI
 
         if config.without_ids == "reencode" and encode is None:
             raise ConfigError('without_ids="reencode" needs `encode`, the model\'s own tokenizer')
@@ -66,16 +73,17 @@ class EndpointPolicy:
         self._stop_ids = sorted(stop_ids)
         self._encode = encode
         self._sampled = 0
-        self._client = AsyncOpenAI(
-            base_url=config.base_url, api_key=config.api_key, timeout=config.timeout_seconds, max_retries=2
-        )
+        # The plain client in threads: the asynchronous one belongs to a single event loop, and every collection has its own.
+        self._client = OpenAI(base_url=config.base_url, api_key=config.api_key, timeout=config.timeout_seconds, max_retries=2)
+        self._threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix="longstraw-endpoint")
 
     async def sample(self, request: SampleRequest) -> Sample:
         """See Policy.sample. Raises ConfigError for a sampling whose log-probabilities the server does not report."""
         require_reported(request.sampling, processed=self.config.processed_logprobs)
         version, model = self.version, self.model
         try:
-            response = await self._client.completions.create(**self._arguments(request, model))
+            call = partial(self._client.completions.create, **self._arguments(request, model))
+            response = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except Exception as error:  # the client has a class for each status; all of them mean the same here
             raise PolicyError(f"{self.config.base_url} did not answer: {type(error).__name__}: {error}") from error
         if response.model != model:
@@ -90,6 +98,15 @@ class EndpointPolicy:
 
     async def close_session(self, session: str) -> None:
         """The server keeps its own cache of prefixes."""
+
+    def report(self) -> dict[str, int]:
+        """Tokens sampled."""
+        return {"sampled": self._sampled}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+        self._threads.shutdown(cancel_futures=True)
 
     def _arguments(self, request: SampleRequest, model: str) -> dict[str, Any]:
         return {
@@ -137,11 +154,8 @@ class VLLMServerPolicy(EndpointPolicy):
         self, config: EndpointConfig, stop_ids: Iterable[int], *, version: int = 0, name: str = "longstraw"
     ) -> None:
         """name: what the adapters are called by, with the version; two runs on one server need two names."""
-        from openai import OpenAI
-
         super().__init__(config, stop_ids, version=version)
         self._name = name
-        self._admin = OpenAI(base_url=config.base_url, api_key=config.api_key, timeout=config.timeout_seconds)
 
     def refresh(self, version: int, adapter: Path | None = None) -> None:
         """Load the adapter (a folder that PEFT wrote) as `version`, check that it is listed, and sample from it from now on.
@@ -152,7 +166,7 @@ class VLLMServerPolicy(EndpointPolicy):
         if adapter is not None:
             name, folder = f"{self._name}-{version}", str(Path(adapter).resolve())
             self._post("load_lora_adapter", {"lora_name": name, "lora_path": folder})
-            served = {model.id: model.model_extra or {} for model in self._admin.models.list()}
+            served = {model.id: model.model_extra or {} for model in self._client.models.list()}
             if served.get(name, {}).get("root") != folder:
                 raise AdapterError(f"the server lists {sorted(served)}; {name} from {folder} is not among them")
         self.model, self.version = name, version
@@ -162,17 +176,9 @@ class VLLMServerPolicy(EndpointPolicy):
     def pause(self) -> None:
         """The server keeps its memory: it is another machine's, or another process's."""
 
-    def report(self) -> dict[str, int]:
-        """Tokens sampled."""
-        return {"sampled": self._sampled}
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._admin.close()
-
     def _post(self, path: str, body: dict[str, Any]) -> None:
         try:
-            self._admin.post(f"/{path}", body=body, cast_to=str)
+            self._client.post(f"/{path}", body=body, cast_to=str)
         except Exception as error:
             raise AdapterError(f"{self.config.base_url}/{path} refused {body}: {type(error).__name__}: {error}") from error
 
