@@ -42,6 +42,8 @@ def _span_query(behaviour: bool) -> Select[Any]:
     return select(*columns).select_from(source).where(*inside).order_by(SPANS.c.start)
 
 
+_DIGESTED = ("observation_tokens", "action_tokens", "policy_version", "reward", "reward_parts", "source")
+
 # made once: building a statement costs more than running it
 _LINE = _line_query()
 _SPANS = {behaviour: _span_query(behaviour) for behaviour in (False, True)}
@@ -207,10 +209,9 @@ def read_turns(connection: Connection, lineage: Lineage) -> Iterator[StoredTurn]
             row = dict(found)
             turn = StoredTurn(row, tuple(_within(spans, row)), calls.get(row["turn"], ()))
             digest = blobs.turn_digest(
-                *(row[name] for name in ("observation_tokens", "action_tokens", "policy_version", "reward", "reward_parts")),
-                [names[1:] for names in turn.spans],
-                row["source"],
-                [call["body"] for call in turn.calls],
+                **{name: row[name] for name in _DIGESTED},
+                spans=[names[1:] for names in turn.spans],
+                calls=[call["body"] for call in turn.calls],
             )
             if row["turn"] != expected or row["start"] != position or digest != row["digest"] or row["calls"] != len(turn.calls):
                 raise damaged_turn(lineage.name, expected, "its rows do not fit its digest")

@@ -294,6 +294,15 @@ class Store:
 
         return self.database.read(action)
 
+    def read_batch(self, ranges: Sequence[tuple[str, int, int]]) -> list[TokenArray]:
+        """Tokens [start, stop) of each (trajectory, start, stop), from one state of the store, without loading trajectories."""
+
+        def action(connection: Connection) -> list[TokenArray]:
+            lines = {name: reading.lineage_of(connection, self._row(connection, name)) for name in {name for name, *_ in ranges}}
+            return [reading.read_ids(connection, lines[name], start, stop) for name, start, stop in ranges]
+
+        return self.database.read(action)
+
     def iterate_tokens(self, trajectory_id: str, *, size: int = 65536) -> Iterator[TokenArray]:
         """All tokens of a trajectory in arrays of `size` (the last may be shorter), each read when it is asked for."""
         length = self.trajectory(trajectory_id).length

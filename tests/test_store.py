@@ -261,6 +261,10 @@ def test_tokens_are_streamed(store: Store) -> None:
     parts = list(store.iterate_tokens(trajectory, size=4000))
     assert [len(part) for part in parts] == [4000, 4000, 2500]
     assert np.array_equal(np.concatenate(parts), tokens_of(turns))
+    other = write(store, group, 1, turns[1:])
+    ranges = [(trajectory, 3400, 3600), (other, 0, 1), (trajectory, 10_500, 10_500), (other, 6000, 7000)]
+    for ids, (name, start, stop) in zip(store.read_batch(ranges), ranges, strict=True):
+        assert np.array_equal(ids, tokens_of(turns if name == trajectory else turns[1:])[start:stop])
 
 
 def test_a_newer_or_foreign_schema_is_refused(tmp_path) -> None:
@@ -271,6 +275,11 @@ def test_a_newer_or_foreign_schema_is_refused(tmp_path) -> None:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     with pytest.raises(SchemaError, match="9999.*newer"):
+        Store.open(str(path))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0000'")
+    connection.close()
+    with pytest.raises(SchemaError, match="0000.*longstraw db upgrade"):
         Store.open(str(path))
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as connection:
