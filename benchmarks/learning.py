@@ -4,7 +4,7 @@
     exact   exact gradients and detached ones, on a task whose reward depends on reading the prompt
 
 Both run on OneCall (`onecall.py`): a question, a tool call for the item it asks for. By default a tiny model is trained here to
-call the tool for any item, right about one time in four, so that a run takes minutes on a CPU; `--model`
+call the tool for any item, right about every other time, so that a run takes minutes on a CPU; `--model`
 smollm2-135m-instruct, or a folder, takes a real one. Arms differ in nothing but what is compared; each seed draws its own
 tasks, samples and adapter.
 """
@@ -45,7 +45,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ITEMS = 8  # of the tiny model's tasks
-RIGHT = 1 / 7  # how often the tiny model's teacher names the item of the question
+RIGHT = 0.4  # how often the tiny model's teacher names the item of the question
 
 
 def prompts(renderer: ChatML | None, seeds: list[int]) -> list[Any]:

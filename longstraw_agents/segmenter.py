@@ -305,5 +305,7 @@ def _union(pieces: list[IndexArray]) -> IndexArray:
     """All values of ascending arrays, ascending, each once. Merging sorted runs is many times faster than `numpy.unique`."""
     if len(pieces) == 1:
         return pieces[0]
-    merged = np.sort(np.concatenate(pieces), kind="stable")
-    return merged[np.concatenate([np.ones(min(len(merged), 1), np.bool_), merged[1:] != merged[:-1]])]
+    merged: IndexArray = np.sort(np.concatenate(pieces), kind="stable")
+    first: npt.NDArray[np.bool_] = np.concatenate([np.ones(min(len(merged), 1), np.bool_), merged[1:] != merged[:-1]])
+    kept: IndexArray = merged[first]
+    return kept
