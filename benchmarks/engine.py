@@ -27,7 +27,7 @@ from longstraw_agents.storage import Store
 from longstraw_agents.trainer.models import smollm2_folder
 from longstraw_agents.types import Task
 
-EPISODES, TOKENS = 32, 64
+EPISODES, TOKENS = 32, 32
 
 
 class Noted:
@@ -102,20 +102,20 @@ def rate(arguments: argparse.Namespace) -> None:
 
 
 def loop(arguments: argparse.Namespace) -> None:
-    """The demo's run with vLLM as its sampler: an adapter swapped after each update, the mismatch of every token compared."""
+    """The demo's run with vLLM as its sampler: an adapter swapped after each update, the mismatch of every token compared. Stopped
+    and started again it goes on."""
     from longstraw_agents.demo import demo_config
     from longstraw_agents.loop import Loop
     from longstraw_agents.policies.opening import PolicySettings
     from longstraw_agents.terminal import Terminal
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = demo_config(Path(folder), arguments.seed, arguments.updates)
-        model = replace(config.model, dtype="float32")
-        config = replace(config, model=model, policy=PolicySettings(kind="vllm", max_tokens=1024))
-        with Loop(config, Terminal()) as run:
-            report = run.run()
-            steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
-            print(run.summary())
+    config = demo_config(arguments.folder, arguments.seed, arguments.updates)
+    model = replace(config.model, dtype="float32")
+    config = replace(config, model=model, policy=PolicySettings(kind="vllm", max_tokens=1024))
+    with Loop(config, Terminal()) as run:
+        report = run.run()
+        steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
+        print(run.summary())
     differences = [step["metrics"]["mismatch_max"] for step in steps]
     success = {name: modes["sampled"]["success"] for name, modes in report["evaluations"].items()}
     print(f"success {success}; largest difference of a token's log-probability in each update: {differences}")
@@ -139,9 +139,10 @@ def _installed(name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["rate", "loop"])
-    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/engine-loop"), help="of the loop's run")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()

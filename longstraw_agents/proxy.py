@@ -9,6 +9,9 @@ the end the reward is posted. In between it speaks OpenAI's chat or responses in
     POST /sessions/S/v1/responses          as OpenAI's
     GET  /sessions/S/v1/models             as OpenAI's
     POST /sessions/S/reward                {"reward": 1.0, "success": true, "parts": {}}, reward null for a failed episode
+
+Temperature and top-p are the run's: a call that asks for others is answered with the run's, and the reply's header
+`x-longstraw-overruled` says so.
 """
 
 from __future__ import annotations
@@ -80,12 +83,12 @@ class Proxy:
         """POST /sessions/S/v1/chat/completions."""
         body = await _body(request)
         asked = wire.chat_request(body, self.recorder.config.sampling)
-        reply = await self.recorder.answer(request.path_params["session"], asked.entries, asked.sampling, asked.max_tokens)
+        reply = await self.recorder.answer(request.path_params["session"], asked.entries, asked.max_tokens)
         identity = self._identity("chatcmpl")
         if asked.stream:
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return _stream(wire.chat_events(reply, identity, self.model, with_usage=with_usage))
-        return JSONResponse(wire.chat_reply(reply, identity, self.model))
+            return _stream(wire.chat_events(reply, identity, self.model, with_usage=with_usage), asked)
+        return JSONResponse(wire.chat_reply(reply, identity, self.model), headers=_headers(asked))
 
     async def responses(self, request: Request) -> Response:
         """POST /sessions/S/v1/responses."""
@@ -93,14 +96,15 @@ class Proxy:
         previous = body.get("previous_response_id")
         if previous is not None and previous not in self._histories:
             raise NotStoredError(f"there is no response {previous!r}")
-        asked = wire.responses_request(body, self._histories.get(previous or "", ()), self.recorder.config.sampling)
-        reply = await self.recorder.answer(request.path_params["session"], asked.entries, asked.sampling, asked.max_tokens)
+        sampling = self.recorder.config.sampling
+        asked = wire.responses_request(body, self._histories.get(previous or "", ()), sampling)
+        reply = await self.recorder.answer(request.path_params["session"], asked.entries, asked.max_tokens)
         identity = self._identity("resp")
         said = [entry for entry in asked.entries if not (entry.role == "system" and entry.content == body.get("instructions"))]
         self._histories[identity] = (*said, reply.entry)
         if asked.stream:
-            return _stream(wire.responses_events(reply, identity, self.model, body))
-        return JSONResponse(wire.responses_reply(reply, identity, self.model, body))
+            return _stream(wire.responses_events(reply, identity, self.model, body, sampling), asked)
+        return JSONResponse(wire.responses_reply(reply, identity, self.model, body, sampling), headers=_headers(asked))
 
     def _identity(self, kind: str) -> str:
         self._answered += 1
@@ -114,8 +118,13 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _stream(events: Iterable[str]) -> Response:
-    return StreamingResponse(iter(list(events)), media_type="text/event-stream")
+def _stream(events: Iterable[str], asked: wire.Asked) -> Response:
+    return StreamingResponse(iter(list(events)), media_type="text/event-stream", headers=_headers(asked))
+
+
+def _headers(asked: wire.Asked) -> dict[str, str]:
+    """Says what was overruled, for whoever looks."""
+    return {"x-longstraw-overruled": ", ".join(asked.overruled)} if asked.overruled else {}
 
 
 def _answered(handler: Handler) -> Handler:

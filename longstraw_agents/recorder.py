@@ -32,7 +32,7 @@ _CALLS = ParserConfig(formats=("tags",))
 
 @dataclass(frozen=True)
 class RecorderConfig:
-    """Sampling where a call does not say; tokens of one answer and of one trajectory at most; the seed of all sampling."""
+    """The sampling of all calls; tokens of one answer and of one trajectory at most; the seed of all sampling."""
 
     sampling: Sampling = Sampling()
     max_action_tokens: int = 512
@@ -114,9 +114,7 @@ class Recorder:
             raise NotStoredError(f"there is no open session {session_id!r}; open one with POST /sessions")
         return self.sessions[session_id]
 
-    async def answer(
-        self, session_id: str, entries: Sequence[Entry], sampling: Sampling | None = None, max_tokens: int | None = None
-    ) -> Reply:
+    async def answer(self, session_id: str, entries: Sequence[Entry], max_tokens: int | None = None) -> Reply:
         """Sample the answer to a call and commit it as a turn.
 
         Raises TokenError where the call is empty, ends with an answer, or leaves no room within max_trajectory_tokens.
@@ -129,7 +127,7 @@ class Recorder:
             session.calls += 1
             part.busy = True
         try:
-            return await self._sample(session, part, turns, number, entries, sampling or self.config.sampling, max_tokens)
+            return await self._sample(session, part, turns, number, entries, max_tokens)
         finally:
             part.busy = False
 
@@ -163,7 +161,6 @@ class Recorder:
         turns: int,
         number: int,
         entries: Sequence[Entry],
-        sampling: Sampling,
         max_tokens: int | None,
     ) -> Reply:
         added = entries[part.ends[-1] if turns else 0 :]
@@ -174,7 +171,7 @@ class Recorder:
             limit = self.config.max_trajectory_tokens
             raise TokenError(f"the call has {len(prompt)} tokens; {limit} are allowed, answer included")
         seed = turn_seed(self.config.seed, session.task, session.repeat, self.policy.version, session.member, number)
-        sample = await self._ask(SampleRequest(part.trajectory_id, prompt, room, seed, sampling))
+        sample = await self._ask(SampleRequest(part.trajectory_id, prompt, room, seed, self.config.sampling))
         entry = self._entry(sample.ids, any(e.role == "tools" for e in entries))
         calls = [ToolCall(call.name, {"json": call.arguments}) for call in entry.calls]
         turn = Turn(

@@ -37,21 +37,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its entries, sampling, limit of tokens (None: the server's), and whether it wants events."""
+    """A request: its entries, limit of tokens (None: the server's), whether it wants events, and which of its sampling settings
+    are not the run's. Those are overruled, not followed: what is trained must be the distribution that was sampled."""
 
     entries: tuple[Entry, ...]
-    sampling: Sampling
     max_tokens: int | None
     stream: bool
+    overruled: tuple[str, ...]
 
 
-def chat_request(body: Mapping[str, Any], default: Sampling) -> Asked:
-    """Read the body of a chat completion request. Raises ConfigError for what can't be honoured or understood."""
+def chat_request(body: Mapping[str, Any], sampling: Sampling) -> Asked:
+    """Read the body of a chat completion request; `sampling`: the run's.
+
+    Raises ConfigError for what can't be honoured or understood.
+    """
     if not isinstance(body.get("messages"), list):
         raise ConfigError("the request has no list of messages")
     tools = [tool.get("function", {}) for tool in body.get("tools") or [] if tool.get("type") == "function"]
     entries = [_chat_entry(message) for message in body["messages"]]
-    return _asked(body, [*_tools(tools), *entries], default, body.get("max_completion_tokens") or body.get("max_tokens"))
+    return _asked(body, [*_tools(tools), *entries], sampling, body.get("max_completion_tokens") or body.get("max_tokens"))
 
 
 def _chat_entry(message: Mapping[str, Any]) -> Entry:
@@ -63,7 +67,7 @@ def _chat_entry(message: Mapping[str, Any]) -> Entry:
     return Entry(role, _text(message.get("content")), calls)
 
 
-def responses_request(body: Mapping[str, Any], earlier: Sequence[Entry], default: Sampling) -> Asked:
+def responses_request(body: Mapping[str, Any], earlier: Sequence[Entry], sampling: Sampling) -> Asked:
     """Read the body of a responses request; `earlier`: the entries that its previous_response_id stands for."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -80,7 +84,7 @@ def responses_request(body: Mapping[str, Any], earlier: Sequence[Entry], default
             entry = Entry("assistant", last.content + entry.content, last.calls + entry.calls)
         entries.append(entry)
     tools = [tool for tool in body.get("tools") or [] if tool.get("type") == "function"]
-    return _asked(body, [*_tools(tools), *entries], default, body.get("max_output_tokens"))
+    return _asked(body, [*_tools(tools), *entries], sampling, body.get("max_output_tokens"))
 
 
 def _responses_entry(item: Mapping[str, Any]) -> Entry | None:
@@ -96,7 +100,7 @@ def _responses_entry(item: Mapping[str, Any]) -> Entry | None:
     raise ConfigError(f"items of type {kind!r} are not understood here; message, function_call and function_call_output are")
 
 
-def _asked(body: Mapping[str, Any], entries: list[Entry], default: Sampling, max_tokens: int | None) -> Asked:
+def _asked(body: Mapping[str, Any], entries: list[Entry], sampling: Sampling, max_tokens: int | None) -> Asked:
     for name, accepted in _NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in accepted and not (name == "text" and set(value) <= {"verbosity"}):
@@ -104,11 +108,10 @@ def _asked(body: Mapping[str, Any], entries: list[Entry], default: Sampling, max
     hosted = [tool.get("type") for tool in body.get("tools") or [] if tool.get("type") != "function"]
     if hosted:
         raise ConfigError(f"tools of type {', '.join(map(str, hosted))} do not exist here; only function tools do")
-    temperature, top_p = body.get("temperature"), body.get("top_p")
-    sampling = Sampling(
-        default.temperature if temperature is None else float(temperature), default.top_p if top_p is None else float(top_p)
-    )
-    return Asked(tuple(entries), sampling, max_tokens, bool(body.get("stream")))
+    settings = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    asked = {name: float(body[name]) for name in settings if body.get(name) is not None}
+    overruled = tuple(f"{name}={value:g}" for name, value in asked.items() if value != settings[name])
+    return Asked(tuple(entries), max_tokens, bool(body.get("stream")), overruled)
 
 
 def _tools(definitions: Sequence[Mapping[str, Any]]) -> list[Entry]:
@@ -168,7 +171,7 @@ def _finish(reply: Reply) -> str:
     return "length" if reply.finish == "length" else "tool_calls" if reply.entry.calls else "stop"
 
 
-def responses_reply(reply: Reply, identity: str, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def responses_reply(reply: Reply, identity: str, model: str, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     """A response object."""
     cut = reply.finish == "length"
     usage = {
@@ -190,8 +193,8 @@ def responses_reply(reply: Reply, identity: str, model: str, body: Mapping[str, 
         "metadata": body.get("metadata") or {},
         "output": _items(reply, identity),
         "parallel_tool_calls": True,
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "tool_choice": "auto",
         "tools": body.get("tools") or [],
         "previous_response_id": body.get("previous_response_id"),
@@ -210,9 +213,11 @@ def _items(reply: Reply, identity: str) -> list[dict[str, Any]]:
     return items
 
 
-def responses_events(reply: Reply, identity: str, model: str, body: Mapping[str, Any]) -> Iterator[str]:
+def responses_events(
+    reply: Reply, identity: str, model: str, body: Mapping[str, Any], sampling: Sampling
+) -> Iterator[str]:
     """The same as server-sent events, each item in one piece."""
-    whole = responses_reply(reply, identity, model, body)
+    whole = responses_reply(reply, identity, model, body, sampling)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events = [("created", {"response": begun}), ("in_progress", {"response": begun})]
     for index, item in enumerate(whole["output"]):

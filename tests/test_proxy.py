@@ -262,7 +262,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(served: Served) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "hot"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"messages": []}, "must end with"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
@@ -275,6 +275,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(served: Served) -> None:
     assert served.chat("nowhere", said).status_code == 404
     assert served.client.post("/sessions", json={"group": "g99"}).status_code == 404
     assert served.client.post("/sessions", content="[").status_code == 400
+
+
+def test_the_runs_sampling_overrules_the_calls(served: Served, model: Any) -> None:
+    session = served.open()
+    response = served.chat(session["session"], [{"role": "user", "content": "hello"}], temperature=0.2, top_p=1.0)
+    assert response.headers["x-longstraw-overruled"] == "temperature=0.2"
+    served.reward(session["session"])
+    assert check_replay(model, served.trajectories(session["group"])[0])  # log-probabilities at temperature 1
 
 
 def test_a_reward_must_be_finite_and_comes_once(served: Served) -> None:
