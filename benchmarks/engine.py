@@ -102,8 +102,10 @@ def rate(arguments: argparse.Namespace) -> None:
 
 
 def loop(arguments: argparse.Namespace) -> None:
-    """The demo's run with vLLM as its sampler: an adapter swapped after each update, the mismatch of every token compared. Stopped
-    and started again it goes on."""
+    """The demo's run with vLLM as its sampler: an adapter swapped after each update, the mismatch of every token compared.
+
+    Stopped and started again it goes on.
+    """
     from longstraw_agents.demo import demo_config
     from longstraw_agents.loop import Loop
     from longstraw_agents.policies.opening import PolicySettings
