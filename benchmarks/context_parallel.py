@@ -182,7 +182,7 @@ def work(options: argparse.Namespace) -> None:
             options.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
             print(stage, json.dumps(found[stage], default=str), flush=True)
         gc.collect()
-    leave()
+    leave(ranks)
     if options.record and ranks.number == 0:
         record(found, options)
 

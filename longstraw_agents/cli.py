@@ -15,7 +15,8 @@ from typing import Any
 import click
 
 from longstraw_agents import __version__
-from longstraw_agents.errors import LongStrawError
+from longstraw_agents.errors import LongStrawError, RankError
+from longstraw_agents.launch import FOLLOWED
 
 COMMANDS = Path(__file__).parent / "commands"
 
@@ -54,7 +55,9 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except LongStrawError as error:
-            raise click.ClickException(str(error)) from error
+            shown = click.ClickException(str(error))
+            shown.exit_code = FOLLOWED if isinstance(error, RankError) else 1
+            raise shown from error
 
 
 def _summary(name: str) -> str:

@@ -38,8 +38,10 @@ from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
 from longstraw_agents.terminal import Terminal
 from longstraw_agents.trainer.imitation import imitate
+from longstraw_agents.trainer.lead import LeadingTrainer, follow
 from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.models import ModelConfig, load_model
+from longstraw_agents.trainer.ranks import Layout, Ranks
 from longstraw_agents.trainer.update import Credit, Trainer, TrainerConfig
 from longstraw_agents.types import FAILED, Group, Task
 from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
@@ -47,6 +49,7 @@ from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
 #: What may differ between a run's stored configuration and the one it goes on with.
 MAY_CHANGE = (
     "run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.", "policy.", "metrics.",
+    "parallel.",
 )  # fmt: skip
 
 
@@ -102,8 +105,11 @@ class RunConfig:
     warm_start: WarmStart = field(default_factory=WarmStart)
     guards: Guards = field(default_factory=Guards)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    parallel: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
+        if self.parallel.ep > 1 and self.policy.kind == "local":
+            raise ConfigError("parallel.ep shares the experts out, so the trainer's model can't sample alone: set policy.kind")
         if self.tasks.samples < 2 and self.trainer.advantage.credit != "chain":
             raise ConfigError(
                 f"samples is {self.tasks.samples}, but credit {self.trainer.advantage.credit!r} compares at least 2 trajectories "
@@ -125,8 +131,10 @@ class Loop:
     Raises ConfigError where the store's run of this name has other settings, and what loading the model and store raises.
     """
 
-    def __init__(self, config: RunConfig, terminal: Terminal | None = None, credit: Credit | None = None) -> None:
-        """credit: replaces the group's advantages (see Trainer)."""
+    def __init__(
+        self, config: RunConfig, terminal: Terminal | None = None, credit: Credit | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """credit: replaces the group's advantages (see Trainer). ranks: processes whose others are in `follow_loop`."""
         self.config, self.terminal = config, terminal or Terminal.silent()
         self.folder = config.run.folder
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +144,7 @@ class Loop:
         self.phases = Phases()
         with self.phases("load"):
             self.model, tokenizer = load_model(config.model)
-            self.trainer = Trainer(self.model, config.trainer, credit=credit)
+            self.trainer = LeadingTrainer(self.model, config.trainer, credit=credit, ranks=ranks)
             self._restore()
         self.tokenizer, self.renderer = tokenizer, ChatML(tokenizer)
         with self.phases("load"):
@@ -148,6 +156,7 @@ class Loop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.trainer.close()
         self.policy.close()
         self.metrics.close()
         self.store.close()
@@ -404,6 +413,12 @@ class Loop:
         finally:
             line.close()
         return [group_id for group_id in result.group_ids if group_id is not None]
+
+
+def follow_loop(config: RunConfig, ranks: Ranks) -> None:
+    """Take part in the updates of the loop that process 0 runs, until it ends."""
+    model, _ = load_model(config.model)
+    follow(Trainer(model, config.trainer, ranks=ranks))
 
 
 def _is_update(name: str) -> bool:

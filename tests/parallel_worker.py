@@ -102,7 +102,7 @@ def main(output: str, cases: str, layout: str) -> None:
         if ranks.number == 0:
             with Path(output).open("a") as file:
                 file.write(json.dumps(settings | found | {"ranks": costs}) + "\n")
-    leave()
+    leave(ranks)
 
 
 if __name__ == "__main__":

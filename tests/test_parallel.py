@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_loop import config, model_folder  # noqa: F401  fixtures: a tiny model, and a run of two updates on it
 
+from longstraw_agents import config as toml
 from longstraw_agents.errors import ConfigError, RankError
 from longstraw_agents.launch import launch
+from longstraw_agents.loop import RunConfig
+from longstraw_agents.storage import Store
 from longstraw_agents.trainer.ranks import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,3 +59,22 @@ def test_the_process_that_failed_is_named() -> None:
     script = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"
     with pytest.raises(RankError, match="process 1 of 3 was killed by SIGKILL"):
         launch([sys.executable, "-c", script], 3, grace=0.2)
+
+
+def run_loop(file: Path, processes: int, trial: str | None = None) -> None:
+    """`longstraw run FILE` in some processes, with a trial of `tests.parallel_run` or without."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if trial is None else {"LONGSTRAW_TRIAL": trial})
+    launch([sys.executable, "-m", "tests.parallel_run", "run", str(file)], processes, environment=environment)
+
+
+def test_a_killed_process_is_named_and_another_number_of_them_goes_on(config: RunConfig, tmp_path: Path) -> None:  # noqa: F811
+    file = tmp_path / "run.toml"
+    file.write_text(toml.dump(config))
+    with pytest.raises(RankError, match="process 1 of 2 was killed by SIGKILL"):
+        run_loop(file, 2, "1 reverse 2 kill")
+    run_loop(file, 1)
+    with Store.open(str(config.run.folder / "store.sqlite")) as store:
+        (run,) = store.runs()
+        steps = store.steps(run.run_id)
+        assert [(step.step, step.last_version) for step in steps] == [(1, 1), (2, 2)]
+        assert sorted(group.step or 0 for group in store.groups(run.run_id, purpose="train")) == [1, 1, 2, 2]

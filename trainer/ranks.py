@@ -17,8 +17,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +28,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from longstraw_agents.errors import ConfigError, RankError
+from longstraw_agents.trainer.watch import Watch
 
 # Torch 2.13 renamed two of its functional collectives; the older names serve 2.11 and 2.12.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -36,12 +40,15 @@ _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or function
 
 DIMENSIONS = ("dp", "cp", "ep")
 
+_PATIENCE = 0.02  # seconds between two looks for an announcement
+
 
 @dataclass(frozen=True)
 class Layout:
     """How many processes share out trees (dp), a run's tokens (cp) and experts (ep).
 
-    timeout: seconds after which an exchange that does not complete ends the run.
+    timeout: seconds without progress after which a process counts as hanging, and the run ends; longer than anything that
+    one process computes between two exchanges.
     """
 
     dp: int = 1
@@ -87,9 +94,10 @@ class Traffic:
 class Ranks:
     """This process's place in the mesh and its exchanges with others. Without a mesh: one process, nothing to exchange."""
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        """mesh: dimensions ("dp", "cp", "ep"), as `join` makes it."""
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh | None = None, store: Store | None = None, watch: Watch | None = None) -> None:
+        """mesh: dimensions ("dp", "cp", "ep"); store: where the processes met; watch: its thread. As `join` makes them."""
+        self._mesh, self._store, self.watch = mesh, store, watch
+        self._heard = 0
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.traffic = Traffic()
         self.entered = 0  # exchanges begun: what a watcher compares between processes
@@ -116,6 +124,32 @@ class Ranks:
     def rank(self, group: str) -> int:
         """This process's number in a group."""
         return self._groups[group].rank() if self._groups else 0
+
+    @contextmanager
+    def working(self, phase: str) -> Iterator[None]:
+        """Within the block this process works on what the others may wait for: one that hangs there is found out."""
+        before = ""
+        if self.watch is not None:
+            before, self.watch.phase = self.watch.phase, phase
+        try:
+            yield
+        finally:
+            if self.watch is not None:
+                self.watch.phase = before
+
+    def announce(self, message: dict[str, Any]) -> None:
+        """Tell the processes that `listen` what comes next."""
+        if self._store is not None:
+            self._store.set(f"message/{self._heard}", json.dumps(message))
+            self._heard += 1
+
+    def listen(self) -> dict[str, Any]:
+        """Wait, however long, for what is announced next."""
+        assert self._store is not None, "one process alone has nobody to listen to"
+        while not self._store.check([f"message/{self._heard}"]):
+            time.sleep(_PATIENCE)
+        self._heard += 1
+        return json.loads(self._store.get(f"message/{self._heard - 1}"))  # type: ignore[no-any-return]
 
     # -- exchanges; R is the size of the group ----------------------------------------------------------------------------
 
@@ -151,6 +185,13 @@ class Ranks:
         run = lambda: functional.all_reduce(x.contiguous(), "sum", self._groups[group])
         return self._timed(name, 2 * x.nbytes * (R - 1) // R, run)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Process 0's x, on all processes; the others give a tensor of its shape."""
+        if self.world == 1:
+            return x
+        run = lambda: functional.broadcast(x.contiguous(), 0, self._groups["world"])
+        return self._timed("broadcast", x.nbytes * (self.world - 1) if self.number == 0 else 0, run)
+
     def gather_objects(self, value: Any, group: str = "world") -> list[Any]:
         """Every process's JSON value, in order of rank."""
         if self.size(group) == 1:
@@ -161,10 +202,6 @@ class Ranks:
         padded[: len(data)] = data
         rows = self.gather(padded, group, "objects").cpu().numpy()
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-    def share(self, value: Any) -> Any:
-        """Process 0's JSON value, on every process; the others pass None."""
-        return self.gather_objects(value)[0]
 
     @property
     def device(self) -> torch.device:
@@ -178,14 +215,20 @@ class Ranks:
         self.traffic.bytes[name] += size
         self.traffic.calls[name] += 1
         on_gpu = self.device.type == "cuda"
+        if self.watch is not None:
+            self.watch.entered, self.watch.waiting = self.entered, True
         start = _mark(on_gpu)
         try:
             result = functional.wait_tensor(run())
         except RuntimeError as error:  # a closed connection, or the group's timeout
+            who = "another process is gone" if self.watch is None else self.watch.blame()
             raise RankError(
-                f"process {self.number} of {self.world}: exchange {name!r} (number {self.entered}) failed because another "
-                f"process is gone or hangs: {str(error).splitlines()[0]}; the run can be resumed from its last checkpoint"
+                f"process {self.number} of {self.world}: exchange {name!r} (number {self.entered}) failed: {who} "
+                f"({str(error).splitlines()[0]}); run the command again to go on from the last checkpoint"
             ) from error
+        finally:
+            if self.watch is not None:
+                self.watch.waiting = False
         self.traffic._spans.append((start, _mark(on_gpu)))
         return result
 
@@ -231,14 +274,42 @@ def join(layout: Layout, device: str = "cpu") -> Ranks:
         return Ranks()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=layout.timeout))
-    return Ranks(init_device_mesh(device, (layout.dp, layout.cp, layout.ep), mesh_dim_names=DIMENSIONS))
+    patience = timedelta(seconds=layout.timeout + 60)  # the watch comes first: it knows who is to blame
+    store, rank, world = next(rendezvous("env://", timeout=patience))
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world, timeout=patience)
+    watch = Watch(PrefixStore("watch", store.clone()), rank, world, layout.timeout)
+    watch.start()
+    mesh = init_device_mesh(device, (layout.dp, layout.cp, layout.ep), mesh_dim_names=DIMENSIONS)
+    return Ranks(mesh, PrefixStore("messages", store.clone()), watch)
 
 
-def leave() -> None:
+@contextmanager
+def among(layout: Layout, device: str) -> Iterator[Ranks]:
+    """The processes of this run for the length of the block; a layout of one process stands for all by tokens (cp).
+
+    device: as for torch, "cuda" or "cpu". An error leaves at once: the others find out.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = join(replace(layout, cp=world) if layout.size == 1 else layout, torch.device(device).type)
+    try:
+        yield ranks
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException:  # SystemExit: a follower is done
+        leave(ranks)
+        raise
+    leave(ranks)
+
+
+def leave(ranks: Ranks) -> None:
     """Leave the run in good order: wait for the others, then take the connections down."""
-    if dist.is_initialized():
+    if ranks.world == 1:
+        return
+    try:
         dist.barrier()
-        dist.destroy_process_group()
+    except RuntimeError:
+        return  # process 0 ended with an error of its own, which it has reported
+    if ranks.watch is not None:
+        ranks.watch.leave()
+    dist.destroy_process_group()

@@ -110,10 +110,11 @@ class Trainer:
         if not groups:
             raise GroupError("an update was given no group; collect at least one group of two trajectories")
         prepared = self.credit(groups)
-        receipt = self._receipt(prepared)
-        if not prepared.kept:
-            return receipt
-        phases = Phases()
+        return self.run(prepared) if prepared.kept else self._receipt(prepared)
+
+    def run(self, prepared: Prepared) -> Receipt:
+        """`update` on groups whose advantages are known, at least one."""
+        receipt, phases = self._receipt(prepared), Phases()
         self.engine.stamps.forget()
         with phases("segment"):
             trees = [segment(group.trajectories, self.config.segmenter) for group, _ in prepared.kept]
@@ -150,17 +151,17 @@ class Trainer:
             count = sum(len(tree.entry_node) for tree in trees)
             now = Scores(self._zeros(count), self._zeros(count) if entropy_wanted else None)
         else:
-            with phases("score"):
+            with phases("score"), self.ranks.working("score"):
                 now = self._score(trees, replays, entropy_wanted, receipt)
         batch = make_batch(prepared.kept, now.logp if old is None else old, reference)
         found = coefficients(self.loss, now.logp, batch, now.entropy)
         self.stepper.zero_grad()
-        with phases("replay"):
+        with phases("replay"), self.ranks.working("replay"):
             seen = self._backward(trees, replays, found, receipt)
         if skip_scores:
             batch = make_batch(prepared.kept, seen.logp, reference)
             found = coefficients(self.loss, seen.logp, batch, seen.entropy)
-        with phases("step"):
+        with phases("step"), self.ranks.working("step"):
             self._apply(found, batch, receipt)
         return batch.old
 
@@ -315,14 +316,22 @@ class Trainer:
 
         Every process takes part, and process 0 writes: the files are the same for any number of them.
         """
+        write = self.checkpoint()
+        if self.ranks.number == 0:
+            write(directory)
+
+    def checkpoint(self) -> Callable[[Path], None]:
+        """What `save` writes, gathered from all processes: a function that writes it into a directory."""
         state = {name: self._whole(name, tensor) for name, tensor in self.model.state_dict().items()} if self.sharded else None
         optimizer = self._moments(self.stepper.state_dict(), self._whole)
-        if self.ranks.number:
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory, **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
-        torch.save(optimizer, directory / "optimizer.pt")
-        (directory / "trainer.json").write_text(json.dumps({"version": self.version}) + "\n")
+
+        def write(directory: Path) -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.model.save_pretrained(directory, **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
+            torch.save(optimizer, directory / "optimizer.pt")
+            (directory / "trainer.json").write_text(json.dumps({"version": self.version}) + "\n")
+
+        return write
 
     def restore(self, directory: Path) -> None:
         """Read what `save` wrote, into this trainer's model. Raises AdapterError where it belongs to another model."""

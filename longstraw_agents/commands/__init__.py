@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from longstraw_agents.errors import ConfigError
+from longstraw_agents.launch import launch
 
 if TYPE_CHECKING:
     from longstraw_agents.loop import Loop
@@ -29,6 +31,23 @@ def run_options(command: F) -> F:
     )  # fmt: skip
     argument = click.argument("configuration", metavar="CONFIG.toml", type=click.Path(dir_okay=False, path_type=Path))
     return argument(settings(command))
+
+
+def nproc_option(command: F) -> F:
+    """The option `--nproc N`: the command runs as N processes, of which this one only waits for the others."""
+
+    @functools.wraps(command)
+    def run(*args: Any, nproc: int, **kwargs: Any) -> Any:
+        if nproc == 1 or "RANK" in os.environ:
+            return command(*args, **kwargs)
+        launch([sys.executable, "-m", "longstraw_agents.cli", *sys.argv[1:]], nproc)
+        return None
+
+    option = click.option(
+        "--nproc", default=1, show_default=True, type=click.IntRange(min=1),
+        help="Processes on this machine that share the updates; [parallel] in CONFIG.toml says how, by default by tokens (cp).",
+    )  # fmt: skip
+    return option(run)  # type: ignore[return-value]
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -49,14 +68,19 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 def open_loop(configuration: Path, settings: Sequence[str]) -> Iterator[Loop]:
     """The loop of a configuration file, closed at the end. Ctrl-C says how to go on."""
     from longstraw_agents import config
-    from longstraw_agents.loop import Loop, RunConfig
+    from longstraw_agents.loop import Loop, RunConfig, follow_loop
     from longstraw_agents.terminal import Terminal
+    from longstraw_agents.trainer.ranks import among
 
     loaded = config.load(configuration, RunConfig, parse_settings(settings))
     quiet_libraries()
     sys.path.insert(0, os.getcwd())  # so that "module:id" finds an environment beside the configuration
-    with resumable(f"longstraw run {configuration}"), Loop(loaded, Terminal()) as loop:
-        yield loop
+    with resumable(f"longstraw run {configuration}"), among(loaded.parallel, loaded.model.device) as ranks:
+        if ranks.number > 0:
+            follow_loop(loaded, ranks)
+            raise SystemExit(0)
+        with Loop(loaded, Terminal(), ranks=ranks) as loop:
+            yield loop
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from longstraw_agents.commands import open_loop, run_options
+from longstraw_agents.commands import nproc_option, open_loop, run_options
 from longstraw_agents.terminal import json_option, write_json
 
 
 @click.command()
 @run_options
+@nproc_option
 @json_option
 def train(configuration: Path, settings: tuple[str, ...], json_path: Path | None) -> None:
     """Make one update of CONFIG.toml on the groups that the store holds, and commit the step."""
