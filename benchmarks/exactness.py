@@ -11,7 +11,7 @@ inner nodes and unequal branches (tests/trees.py). The loss's coefficients are f
     untouched  float64, the model as it is. Without recurrent layers: worst parameter. With them: our worst parameter's error over
                that of the model's own differentiable split at the same borders, median of five seeds
     float32    relative error of the whole gradient
-    bfloat16   our error over conventional training's own error, both against float32: median of five seeds
+    bfloat16   our error over conventional training's own error, both against float32: median of three seeds
     detached   relative error and cosine of the gradient without the reverse pass (lifted float64, LoRA)
 """
 
@@ -43,7 +43,7 @@ RESULTS = ROOT / "docs" / "exactness.json"
 PAGE = ROOT / "docs" / "exactness.md"
 TRAININGS = ("full", "lora")
 #: Inputs of a run: one (on a short tree), fewer than the window, two numbers that divide nothing, a delta chunk, all.
-CHUNKS = {"one": 1, "short": 7, "odd": 33, "sixty-four": 64, "whole": 10**6}
+CHUNKS = {"one": 1, "short": 20, "odd": 33, "sixty-four": 64, "whole": 10**6}
 SEEDS = range(5)
 FAILED = 1e9  # what a combination that raised counts as
 
@@ -97,7 +97,7 @@ def run_float32(name: str, training: str) -> float:
 
 def run_bfloat16(name: str, training: str) -> float:
     ratios = []
-    for seed in SEEDS:
+    for seed in SEEDS[:3]:
         model, data = models.build(name, training=training, dtype=torch.bfloat16, seed=seed), trees.unequal_tree(seed)
         own = verification.theirs(model, data, loss)
         ours = verification.ours(model, data, loss, ReplayConfig(chunk=CHUNKS["odd"]))

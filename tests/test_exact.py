@@ -47,6 +47,16 @@ def expected(model: torch.nn.Module, data: list) -> tuple[torch.Tensor, dict]:
     return logp_N, comparison.gradients(model)
 
 
+def test_the_tree_is_not_vacuous() -> None:
+    tree = segment(trees.unequal_tree())
+    root, longest = tree.nodes[0], max(node.stop for node in tree.nodes)
+    spans = [node.stop - node.start for node in tree.nodes]
+    assert root.stop - 1 > models.WINDOW and root.stop - 1 > 64 and (root.stop - 1) % 64 and longest % 64
+    assert longest >= 4 * models.WINDOW  # the index picks at most a quarter of what the last tokens see
+    assert max(len(path) for path in tree.paths) == 3 and len(tree.nodes[0].loss_targets) and len(tree.nodes[1].loss_targets)
+    assert 1 in spans and max(spans[2:]) > 64 and len(set(spans)) > 4  # unequal, one shorter than the convolution
+
+
 @pytest.mark.parametrize(("training", "chunk"), [("full", 33), ("lora", ONE_CHUNK)])
 @pytest.mark.parametrize("name", models.NAMES)
 def test_gradient_equals_conventional_training(name: str, training: str, chunk: int) -> None:

@@ -22,7 +22,7 @@ from longstraw_agents.trainer.heads import RULE, SINGLE_RULE, SharedRecurrentSta
 from longstraw_agents.trainer.latent import LatentState
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.routing import RoutingState, routers, routing
-from longstraw_agents.trainer.sparse import SparseState, indexers, selecting
+from longstraw_agents.trainer.sparse import SparseState, indexers, noting, selecting, sparse_layers
 from longstraw_agents.trainer.state import AttentionState, LayerState, RecurrentState, StateCache
 
 #: Layer type, as a configuration's `layer_types` names it -> the state of one layer, made for a number of positions.
@@ -143,19 +143,22 @@ def attached(model: nn.Module) -> Iterator[None]:
 
     Recurrent layers run one token by the rule for many: the fast kernel for a single token has no backward pass.
     """
-    replaced: list[tuple[nn.Module, Any]] = []
+    replaced: list[tuple[nn.Module, str, Any]] = []
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     singles = {module: getattr(module, SINGLE_RULE) for module in modules if hasattr(module, SINGLE_RULE)}
 
-    def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-        replaced.append((module, module.__dict__.get("forward")))
-        module.forward = forward
+    def replace(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
+        replaced.append((module, name, module.__dict__.get(name)))
+        setattr(module, name, function)
 
     def active() -> StateCache:
         cache = ACTIVE.get()
         if not isinstance(cache, StateCache):
             raise ModelError("the model was called outside of a capture or replay while it was attached to one")
         return cache
+
+    def layer_state(layer: int) -> Any:
+        return active().layers[layer]
 
     def router_state(layer: int) -> Callable[[], Any]:
         return lambda: (active().layers[layer].routing, active().layers[layer].run)
@@ -164,14 +167,16 @@ def attached(model: nn.Module) -> Iterator[None]:
         for code in singles:
             setattr(code, SINGLE_RULE, getattr(code, RULE))
         for indexer in indexers(model):
-            replace(indexer, selecting(indexer, lambda layer: active().layers[layer]))
+            replace(indexer, selecting(indexer, layer_state))
+        for attention in sparse_layers(model):
+            replace(attention, noting(attention, layer_state), "expand_kv")
         for layer, router in routers(model):
             replace(router, routing(router, router_state(layer)))
         yield
     finally:
         for code, single in singles.items():
             setattr(code, SINGLE_RULE, single)
-        for module, before in replaced:
-            del module.forward
+        for module, name, before in replaced:
+            delattr(module, name)
             if before is not None:
-                module.forward = before
+                setattr(module, name, before)

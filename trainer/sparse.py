@@ -52,8 +52,17 @@ class SparseState(LatentState):
         self.index = Stack(capacity)
         self.flips = 0
         self._digests: dict[int, Tensor] = {}
+        self.latents: tuple[Tensor, Tensor] | None = None  # what the layer up-projected before it called `update`
         self._block: tuple[int, int] | None = None
-        self._own_BTI: Tensor | None = None
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self.latents = None
+
+    def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As for every layer; but before transformers 5.24 sparse layers give up-projected keys and values: keep the latents."""
+        super().update(*(self.latents or (k_BKTD, v_BKTE)))
+        return k_BKTD, v_BKTE
 
     def put(self, placement: Placement) -> None:
         super().put(placement)
@@ -69,7 +78,6 @@ class SparseState(LatentState):
     def update_indexer(self, k_BTI: Tensor) -> Tensor:
         """The indexer gives the chunk's index keys and gets those that it is to score: a block of the prefix, or its own."""
         if self._block is None:
-            self._own_BTI = k_BTI
             if self.run.writes:
                 self.index.write(self.run.start, k_BTI[:, None])
             return k_BTI
@@ -280,6 +288,24 @@ def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Ten
         return state.select(indexer, score)  # type: ignore[no-any-return]
 
     return select
+
+
+def noting(module: Any, state_of: Callable[[int], Any]) -> Callable[..., Any]:
+    """An `expand_kv` for an attention layer that notes the latents it is given in the run's state."""
+    expand = module.expand_kv
+
+    def note(c_B1TR: Tensor, r_B1TD: Tensor) -> Any:
+        state_of(module.layer_idx).latents = (c_B1TR, r_B1TD)
+        return expand(c_B1TR, r_B1TD)
+
+    return note
+
+
+def sparse_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The attention modules of a model that may read a selection: those that have an indexer, or a place for one."""
+    for module in model.modules():
+        if hasattr(module, "indexer") and hasattr(module, "expand_kv"):
+            yield module
 
 
 def indexers(model: nn.Module) -> Iterator[nn.Module]:
