@@ -28,11 +28,14 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longstraw_agents import figures
 from longstraw_agents.trainer import comparison, conventional, kernels
 from longstraw_agents.trainer.loss import LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.pages import Placement
+from longstraw_agents.trainer.receipt import Receipt
 from longstraw_agents.trainer.replay import ReplayConfig
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
 from longstraw_agents.types import Group, StopReason, Task, Trajectory
@@ -98,16 +101,17 @@ def make_group(prompt: int, response: int, size: int, vocabulary: int) -> Group:
 
 
 def trainer(model: nn.Module, gradient: str, chunk: int, pack: int, *, score: bool = True) -> Trainer:
-    """Ours. `score` keeps a scoring pass (a weight for the sampler mismatch needs one)."""
+    """Ours. `score` keeps a scoring pass (a weight for the sampler mismatch needs one); exact updates keep attention outputs."""
+    placement = Placement(outputs=gradient == "exact")
     config = TrainerConfig(
-        replay=ReplayConfig(gradient, chunk=chunk, pack=pack, logit_piece=1024),
+        replay=ReplayConfig(gradient, chunk=chunk, pack=pack, logit_piece=1024, placement=placement),
         loss=LossConfig(mismatch_cap=2.0 if score else None), optimizer=OptimizerConfig(learning_rate=1e-9),
     )  # fmt: skip
     return Trainer(model, config)
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Run `work`; seconds and peak memory (GiB) of the device."""
+    """Run `work`; seconds and peak memory (GiB) of the device. A receipt's phases begin the peak anew, so theirs count too."""
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
@@ -119,6 +123,8 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
+    if isinstance(result, Receipt):
+        peak = max([peak, *(phase.get("gpu_peak_mib", 0.0) / 1024 for phase in result.phases.values())])
     return result, {"seconds": round(seconds, 3), "peak_gib": round(peak, 4)}
 
 
@@ -146,6 +152,20 @@ def with_our_kernel() -> str:
     transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register("benchmark_kernel", attention)
     transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("benchmark_kernel", lambda *a, **k: None)
     return "benchmark_kernel"
+
+
+def in_float32() -> str:
+    """Register an attention for the float32 reference that fits: torch's memory-efficient kernel takes no grouped heads."""
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any) -> Any:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        return out.transpose(1, 2), None
+
+    transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register("benchmark_float32", attention)
+    transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("benchmark_float32", lambda *a, **k: None)
+    return "benchmark_float32"
 
 
 def conventional_member(model: nn.Module, trajectory: Trajectory, attention: str) -> dict[str, Any]:
@@ -220,6 +240,8 @@ def stage_exactness(options: argparse.Namespace) -> dict[str, Any]:
 
         def theirs(dtype: torch.dtype, name: str = name, weights: Any = weights, group: Group = group) -> dict[str, Tensor]:
             model = build(name, dtype, weights)
+            if dtype == torch.float32:
+                model.get_base_model().config.get_text_config()._attn_implementation = in_float32()
             conventional.backward(model, group.trajectories, coefficient_loss, in_series=True, checkpointing=True)
             return {n: g.float() for n, g in comparison.gradients(model).items()}
 

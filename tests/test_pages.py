@@ -7,7 +7,7 @@ import torch
 
 from longstraw_agents.errors import ConfigError, StaleStateError
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import comparison
+from longstraw_agents.trainer import attention, comparison
 from longstraw_agents.trainer.pages import HostStack, Placement
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.stack import Stack
@@ -21,7 +21,7 @@ def test_host_pages_give_the_gradient_of_device_pages(name: str, gradient: str) 
     model = zoo.build(name, dtype=torch.float64)
     tree = segment(deep_group(model.config.get_text_config().vocab_size))
     gradients = []
-    for placement in (Placement(), Placement("host", page=19)):
+    for placement in (Placement(), Placement("host", page=19), Placement("host", page=19, outputs=True)):
         config = ReplayConfig(gradient, chunk=40, pack=100, placement=placement)
         replay = Engine(model, config).open(tree)
         replay.score()
@@ -30,6 +30,25 @@ def test_host_pages_give_the_gradient_of_device_pages(name: str, gradient: str) 
         model.zero_grad()
     # not to the bit: a prefix in pages is a sum of more parts (and the models' own float32 parts see other roundings)
     assert comparison.compare(gradients[1], gradients[0]).worst < 1e-6
+    assert comparison.compare(gradients[2], gradients[0]).worst < 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "qwen3_moe", "deepseek_v3"])
+def test_kept_attention_outputs_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build(name, dtype=torch.float32)
+    tree = segment(deep_group(model.config.get_text_config().vocab_size))
+    gradients, calls = [], []
+    attend = attention.PrefixAttention._attend
+    monkeypatch.setattr(attention.PrefixAttention, "_attend", staticmethod(lambda *given: calls.append(1) or attend(*given)))
+    for outputs in (False, True):
+        calls.clear()
+        replay = Engine(model, ReplayConfig(chunk=40, pack=100, placement=Placement(outputs=outputs))).open(tree)
+        replay.score()
+        replay.backward(coefficients(len(tree.entry_node)))
+        gradients.append((comparison.gradients(model), len(calls)))
+        model.zero_grad()
+    (without, many), (kept, fewer) = gradients
+    assert fewer < many and all(torch.equal(kept[name], without[name]) for name in without)
 
 
 @pytest.mark.parametrize("make", [Stack, lambda capacity: HostStack(capacity, page=7)])

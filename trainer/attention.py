@@ -219,6 +219,14 @@ class Prefix(Protocol):
         """Yield (start, k_1KSD, v_1KSE), together all positions from `first` or a little before it to `length`."""
         ...
 
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """out_BHTE and lse_BHT of this chunk as its capture computed them, where they were kept."""
+        ...
+
+    def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
+        """A capture's result, to be kept where that is asked for."""
+        ...
+
     def gradient_start(self) -> int:
         """The first position whose cotangent is wanted; a border of `blocks` where it lies inside the prefix."""
         ...
@@ -235,11 +243,20 @@ class PrefixAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, spec: Spec) -> Tensor:
         ctx.prefix, ctx.spec = prefix, spec
         ctx.joined = prefix.joined(k, v) if spec.joins() else None
-        if ctx.joined is not None:
+        known = prefix.recall()
+        if known is None:
+            known = PrefixAttention._attend(q, k, v, prefix, spec, ctx.joined)
+            prefix.keep(*known)
+        ctx.save_for_backward(q, k, v, *known)
+        return known[0]
+
+    @staticmethod
+    def _attend(
+        q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, spec: Spec, joined: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        if joined is not None:
             assert spec.kernel is not None
-            out, lse = spec.kernel.forward(q, *ctx.joined, True, spec.scale)  # type: ignore[call-arg]
-            ctx.save_for_backward(q, k, v, out, lse)
-            return out
+            return spec.kernel.forward(q, *joined, True, spec.scale)  # type: ignore[call-arg]
         wide = torch.promote_types(q.dtype, torch.float32)
         here = prefix.length
         own = Visibility(here, here, True, spec.window)
@@ -248,9 +265,7 @@ class PrefixAttention(torch.autograd.Function):
         for start, kb, vb in prefix.blocks(first_seen(here, spec.window)):
             see = Visibility(here, start, False, spec.window)
             out, lse = merge(out, lse, *part_forward(q, kb, vb, see, spec))
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        return out.to(q.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:

@@ -62,6 +62,12 @@ class LatentPrefix:
                 k, v = self._module.expand_kv(self._state.keys.read(start, stop), self._state.values.read(start, stop))
             yield start, k, v
 
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        return self._state.recall()
+
+    def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
+        self._state.keep(out_BHTE, lse_BHT)
+
     def gradient_start(self) -> int:
         """0 where the up-projection trains: what a chunk reads depends on it even where the state itself is cut."""
         return 0 if any(p.requires_grad for p in self._module.kv_b_proj.parameters()) else self._cut

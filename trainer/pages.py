@@ -22,10 +22,15 @@ PLACES = ("device", "host")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where states lie ("device" or "host"), and how many positions a staged page has."""
+    """Where states lie ("device" or "host"), and how many positions a staged page has.
+
+    outputs: keep attention's outputs of captured chunks as well, so that the reverse pass does not compute them again. It costs
+    as many bytes a position as the queries have, and saves a forward's attention: about a quarter of a long exact update.
+    """
 
     place: str = "device"
     page: int = 65536
+    outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:

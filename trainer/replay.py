@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.recapture import FreshStates, Recapture, Span
 from longstraw_agents.trainer.stack import wide
 from longstraw_agents.trainer.stamps import WeightStamps, require_fresh
-from longstraw_agents.trainer.state import Run, StateCache
+from longstraw_agents.trainer.state import Run, StateCache, StateWritten
 
 GRADIENTS = ("exact", "detached")
 
@@ -154,6 +154,8 @@ class Engine:
                     input_ids=torch.as_tensor(ids_BT, dtype=torch.int64, device=self.device), position_ids=positions,
                     use_cache=True, **{self.cache_argument: state},
                 )  # fmt: skip
+        except StateWritten:
+            return torch.empty(run.rows, 0, 0, device=self.device)
         finally:
             ACTIVE.reset(token)
         return result.last_hidden_state  # type: ignore[no-any-return]
@@ -343,9 +345,14 @@ class TreeReplay:
 
     def _forward(self, group: Sequence[Node], first: int, last: int, run: Run, out: Scores | None) -> None:
         """One run without autograd; with `out`, its loss tokens are scored."""
-        hidden = self._decode(group, first, last, run)
-        self._score(hidden, self._picks(group, first, last) if out is not None else None, out)
+        picks = self._picks(group, first, last) if out is not None else None
+        hidden = self._decode(group, first, last, self._ending(run, picks))
+        self._score(hidden, picks, out)
         self.state.collect()
+
+    def _ending(self, run: Run, picks: _Picks | None) -> Run:
+        """Without loss tokens a run ends with the last layer's state; processes that share a run all go to the end."""
+        return replace(run, hidden=picks is not None or self.engine.context.size > 1)
 
     def _score(self, hidden: Tensor, picks: _Picks | None, out: Scores | None) -> None:
         if picks is not None and out is not None:
@@ -358,7 +365,7 @@ class TreeReplay:
         """One run with autograd: its loss tokens' c (and e) and its state's cotangent are the seeds."""
         picks = self._picks(group, first, last)
         with torch.enable_grad():
-            hidden = self._decode(group, first, last, run)
+            hidden = self._decode(group, first, last, self._ending(run, picks))
             picked = None if picks is None else hidden[picks.rows, picks.offsets]
         roots = self.state.seeds()
         if picks is not None and picked is not None:

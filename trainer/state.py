@@ -38,7 +38,10 @@ from longstraw_agents.trainer.stack import Stack, wide
 
 @dataclass(frozen=True)
 class Run:
-    """One forward of a chunk. `cut`: positions before it pass no gradient on (0 in exact mode; the node's start in detached)."""
+    """One forward of a chunk. `cut`: positions before it pass no gradient on (0 in exact mode; the node's start in detached).
+
+    hidden: whether hidden states are wanted. If not, the run may end as soon as the last layer has written its state.
+    """
 
     start: int
     length: int
@@ -46,6 +49,7 @@ class Run:
     writes: bool
     gradient: bool
     cut: int = 0
+    hidden: bool = True
 
     @property
     def stop(self) -> int:
@@ -53,6 +57,10 @@ class Run:
 
 
 Seed = tuple[Tensor, Tensor]
+
+
+class StateWritten(Exception):  # no error: it ends a forward whose hidden states nobody wants
+    """The last layer's state is written, and the run wants no hidden states."""
 
 
 class Decisions(Protocol):
@@ -116,6 +124,8 @@ class AttentionState(LayerState):
     def __init__(self, capacity: int) -> None:
         self.keys, self.values = Stack(capacity), Stack(capacity)
         self.placement = Placement()
+        self.outputs: tuple[Stack, Stack] | None = None  # attention's output and log-sum-exp of captured chunks
+        self._kept: dict[int, int] = {}  # start -> stop of the chunks in `outputs`
         self._own: tuple[Tensor, Tensor] | None = None
 
     def put(self, placement: Placement) -> None:
@@ -123,6 +133,25 @@ class AttentionState(LayerState):
         self.placement = placement
         if placement.place == "host":
             self.keys, self.values = (HostStack(stack.capacity, placement.page) for stack in (self.keys, self.values))
+        if placement.outputs:
+            capacity, page = self.keys.capacity, placement.page
+            make = (lambda: HostStack(capacity, page)) if placement.place == "host" else (lambda: Stack(capacity))
+            self.outputs = (make(), make())
+
+    def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
+        """Keep a capture's attention output for its reverse: computing it anew reads the whole prefix."""
+        if self.outputs is not None and self.run.writes:
+            self.outputs[0].write(self.run.start, out_BHTE)
+            self.outputs[1].write(self.run.start, lse_BHT[..., None])
+            self._kept[self.run.start] = self.run.stop
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """The kept output of the run's chunk, out_BHTE and lse_BHT, to the bit what the kernel gave; None where none was kept."""
+        run = self.run
+        if self.outputs is None or not run.gradient or run.rows != 1 or self._kept.get(run.start) != run.stop:
+            return None
+        out, lse = (stack.read(run.start, run.stop) for stack in self.outputs)
+        return out, lse[..., 0].contiguous()
 
     def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the layer with the chunk's keys and values; gives them back alone (the prefix is read block by block)."""
@@ -152,12 +181,14 @@ class AttentionState(LayerState):
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
         for name, stack in (("keys", self.keys), ("values", self.values)):
             stack.write(start, tensors[name], self.device)
+        self._kept.pop(start, None)
 
     def truncate(self, position: int) -> None:
-        """Nothing to do: the next branch overwrites the values, and the cotangent was cleared when it was taken."""
+        """The next branch overwrites the values, and the cotangent was cleared when it was taken; kept outputs are forgotten."""
+        self._kept = {start: stop for start, stop in self._kept.items() if stop <= position}
 
     def nbytes(self) -> dict[str, int]:
-        return _sum_bytes(self.keys.nbytes(), self.values.nbytes())
+        return _sum_bytes(self.keys.nbytes(), self.values.nbytes(), *(stack.nbytes() for stack in self.outputs or ()))
 
     def get_seq_length(self) -> int:
         """Positions before the run; transformers asks for it where no position ids are given."""
@@ -187,6 +218,12 @@ class StoredPrefix:
             self._state.keys.write(run.start, k_1KTD.detach())
             self._state.values.write(run.start, v_1KTE.detach())
         return self._state.keys.read(0, run.stop), self._state.values.read(0, run.stop)
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        return self._state.recall()
+
+    def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
+        self._state.keep(out_BHTE, lse_BHT)
 
     def gradient_start(self) -> int:
         return self._cut
@@ -350,7 +387,10 @@ class StateCache(Cache):  # type: ignore[misc]
         }
 
     def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-        """Attention of the module's layer; see AttentionState.attend."""
+        """Attention of the module's layer; see AttentionState.attend. Raises StateWritten where the run ends here."""
+        last = len(self.layers) - 1
+        if module.layer_idx == last and self.run is not None and not self.run.hidden and self.layers[last].routing is None:
+            raise StateWritten
         return self._layer(module.layer_idx, "attend")(module, q, k, v, spec)  # type: ignore[no-any-return,arg-type]
 
     def update(
