@@ -13,6 +13,7 @@ Vocabulary
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import logging
@@ -123,12 +124,20 @@ class World:
 
 
 def make_registered(task: Task) -> gymnasium.Env[str, str]:
-    """The environment that `task.env_id` names in gymnasium's registry. Its checker is left off: answers are checked here."""
+    """The environment that `task.env_id` names in gymnasium's registry; "module:id" imports the module first, which registers it.
+
+    Its checker is left off: answers are checked here.
+    """
+    module, _, env_id = task.env_id.rpartition(":")
     try:
-        gymnasium.spec(task.env_id)
-    except gymnasium.error.UnregisteredEnv as error:
-        raise ConfigError(f"unknown environment {task.env_id!r}: {error}; import the module that registers it first") from error
-    return gymnasium.make(task.env_id, disable_env_checker=True)
+        if module:
+            importlib.import_module(module)
+        gymnasium.spec(env_id)
+    except (ImportError, gymnasium.error.Error) as error:
+        raise ConfigError(
+            f"unknown environment {task.env_id!r}: {error}; import the module that registers it first, or write 'module:id'"
+        ) from error
+    return gymnasium.make(env_id, disable_env_checker=True)
 
 
 def task_key(task: Task) -> str:
