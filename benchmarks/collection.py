@@ -1,7 +1,7 @@
 """What collection must never do: lose, repeat, or mix up turns when it is killed, or run a session's history twice.
 
     python benchmarks/collection.py kills --record     100 processes killed at random while 200 groups are collected through them
-    python benchmarks/collection.py rerun --record     SmolLM2 in a multi-turn environment; history tokens that were run again
+    python benchmarks/collection.py rerun --record     SmolLM2 for several turns; history tokens that were run again
 
 The kill trial needs no model: a scripted policy puts the number of its process's life into every action, so the store shows
 who sampled what. A turn that was committed and sampled again later would carry another life than the last one that asked for it.
@@ -63,7 +63,7 @@ class Numbers(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.turn, self.number = 0, int(self.np_random.integers(10_000))
-        return "", {"messages": [Message("user", f"number {self.number}")]}
+        return "", {"messages": [Message("system", "Answer with one word."), Message("user", f"number {self.number}")]}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         right = action.split(" ")[0] == str(self.number)
@@ -158,19 +158,19 @@ def kills(arguments: argparse.Namespace) -> None:
 
 
 def rerun(arguments: argparse.Namespace) -> None:
-    """SmolLM2 in Lookup-v0, several turns each: how many history tokens the local policy ran again."""
-    import longstraw_agents.envs  # noqa: F401  registers the environment
+    """SmolLM2 in an environment of several turns: how many history tokens the local policy ran again."""
     from longstraw_agents.policies.local import LocalPolicy
     from longstraw_agents.trainer.models import ModelConfig, load_model
 
     model, tokenizer = load_model(ModelConfig(adapter=None))
     renderer = ChatML(tokenizer)
     policy = LocalPolicy(model, renderer.stop_ids)
-    tasks = [Task("longstraw/Lookup-v0", seed) for seed in range(4)]
+    tasks = [Task("Numbers", seed) for seed in range(3)]
     with tempfile.TemporaryDirectory() as folder, Store.open(f"{folder}/store.sqlite") as store:
         run_id = store.create_run("rerun", {})
-        config = CollectConfig(max_action_tokens=32)
-        result = asyncio.run(collect(store, policy, renderer, tasks, config, run_id=run_id, group_size=8))
+        config = CollectConfig(max_action_tokens=48)
+        work = collect(store, policy, renderer, tasks, config, run_id=run_id, group_size=4, make=lambda task: Numbers())
+        result = asyncio.run(work)
         rows = [row for group_id in result.group_ids if group_id for row in store.trajectories(group_id)]
         history = sum(_history(store.turns(row.trajectory_id)) for row in rows)
     counters = policy.counters

@@ -187,3 +187,30 @@ def test_recorded_episodes_are_played_again_and_changes_noticed(tmp_path: Path) 
             np.testing.assert_array_equal(one.behaviour, other.behaviour)
         changed = again(ReplayPolicy(store, names, RENDERER.stop_ids, version=2), 1, noisy=True)
         assert changed.progress.failures == {"policy_error": 3}
+
+
+def test_opening_a_policy_from_settings(server: Server, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from longstraw_agents.policies.local import LocalPolicy
+    from longstraw_agents.policies.opening import PolicySettings, open_policy
+    from longstraw_agents.trainer.models import LoraSettings, add_adapter, save_adapter
+
+    torch.manual_seed(0)
+    size = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).eval()
+    assert isinstance(open_policy(PolicySettings(), plain, [END], version=3, adapter=None), LocalPolicy)
+    served = PolicySettings(kind="server", url=server.url, model="base")
+    with pytest.raises(ConfigError, match="the model has none"):
+        open_policy(served, plain, [END], version=0, adapter=None)
+    model = add_adapter(plain, LoraSettings())
+    policy = open_policy(served, model, [END], version=0, adapter=None)
+    assert ask(policy).version == 0 and server.requests[-1]["model"] == "base"  # type: ignore[arg-type]
+    policy.pause()
+    policy.refresh(1, save_adapter(model, tmp_path))
+    assert ask(policy).version == 1 and server.requests[-1]["model"] == "longstraw-1"  # type: ignore[arg-type]
+    policy.close()
+    for wrong in ({"kind": "server"}, {"kind": "oracle"}):
+        with pytest.raises(ConfigError):
+            PolicySettings(**wrong)  # type: ignore[arg-type]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -366,3 +369,41 @@ def test_an_agent_library_unmodified(served: Served, model: Any, scripted: Serve
             assert check_replay(model, trajectory) == trajectory.action_mask.sum()
             assert said == RENDERER.text(trajectory.tokens[trajectory.action_mask])
     assert looked == ["x"] * 4
+
+
+def test_the_command_serves_a_runs_weights_into_its_store(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "program"\nfolder = "{tmp_path / "run"}"\n[model]\nname = "{tmp_path / "model"}"\n'
+        "[collect]\nmax_action_tokens = 8\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "longstraw_agents.cli", "proxy", str(tmp_path / "run.toml"), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            opened = _await_session(client, server)
+            said = client.post(
+                f"/sessions/{opened['session']}/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]}
+            )
+            assert said.json()["model"] == "program" and said.json()["usage"]["completion_tokens"] > 0
+            assert client.post(f"/sessions/{opened['session']}/reward", json={"reward": 1.0}).status_code == 200
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+    with Store.open(str(tmp_path / "run" / "store.sqlite"), create=False) as store:
+        (group,) = store.groups(store.runs()[0].run_id, complete=True, unused=True)
+        assert store.load_group(group.group_id).trajectories[0].reward == 1.0
+
+
+def _await_session(client: httpx.Client, server: subprocess.Popen[bytes]) -> dict[str, Any]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            return client.post("/sessions", json={"task": {"env_id": "program", "seed": 1}}).json()
+        except httpx.ConnectError:
+            time.sleep(0.2)
+    raise AssertionError("the proxy did not begin to listen")
