@@ -47,6 +47,11 @@ DAMAGE = {
         "DELETE FROM blobs WHERE digest = (SELECT tokens FROM spans WHERE branch_id = 1 AND start = 3000)",
         "t1, turn 0",
     ),
+    "blob swapped": (
+        "UPDATE blobs SET data = (SELECT b.data FROM blobs b JOIN spans s ON s.tokens = b.digest WHERE s.branch_id = 1 AND "
+        "s.start = 4540) WHERE digest = (SELECT tokens FROM spans WHERE branch_id = 1 AND start = 4500)",
+        "t1, turn 1",
+    ),
     "span missing": ("DELETE FROM spans WHERE branch_id = 1 AND start = 3000", "t1, turn 0"),
     "turn missing": ("DELETE FROM turns WHERE branch_id = 1 AND turn = 2", "t1, turn 2"),
     "chain": ("UPDATE turns SET chain = digest WHERE branch_id = 1 AND turn = 2", "t1, turn 2"),
