@@ -19,7 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.onecall import ENV_ID
+from benchmarks.calls import ENV_ID
 
 
 def grade(completions: list[list[dict[str, str]]], task_seed: list[int], items: list[int], **_: object) -> list[float]:
