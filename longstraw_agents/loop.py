@@ -392,7 +392,11 @@ class Loop:
         demonstrator: Demonstrator | None = None,
     ) -> list[str]:  # fmt: skip
         """One group of `size` finished episodes per task; their ids in the tasks' order."""
-        config = self.config.collect if demonstrator is None else replace(self.config.collect, concurrency=1)
+        config = self.config.collect
+        if demonstrator is not None:  # it plays one episode at a time, in this process
+            config = replace(config, concurrency=1, workers="threads", tree=None)
+        if purpose == "eval":  # samples of a task must be independent
+            config = replace(config, tree=None)
         if greedy:
             config = replace(config, sampling=replace(config.sampling, temperature=0.0))
         line = self.terminal.progress(label, len(tasks) * size, "episodes")

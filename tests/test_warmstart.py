@@ -16,6 +16,7 @@ from made import flat_group, make_group, make_trajectory
 from test_loop import config, model_folder  # noqa: F401
 
 from longstraw_agents.errors import ConfigError, StoreError
+from longstraw_agents.forking import TreeConfig
 from longstraw_agents.guards import Guards
 from longstraw_agents.loop import Loop, RunConfig
 from longstraw_agents.trainer import comparison
@@ -126,6 +127,20 @@ def test_a_warm_start_from_another_store(solved: RunConfig, tmp_path: Path) -> N
     missing = replace(other, warm_start=replace(start, run="nobody"), run=replace(other.run, folder=tmp_path / "missing"))
     with Loop(missing) as loop, pytest.raises(StoreError, match="nobody"):
         loop.train()
+
+
+def test_training_groups_may_branch_but_evaluation_and_demonstrations_never_do(solved: RunConfig) -> None:
+    collect = replace(solved.collect, tree=TreeConfig(trunks=1))
+    with Loop(replace(solved, collect=collect, warm_start=WarmStart(updates=1))) as loop:
+        loop.run()
+        of_purpose = {
+            purpose: [loop.store.trajectories(group.group_id) for group in loop.store.groups(loop.run_id, purpose=purpose)]
+            for purpose in ("train", "eval")
+        }
+    assert all(row.parent is None for rows in of_purpose["eval"] for row in rows)
+    shown, branched = of_purpose["train"][:2], of_purpose["train"][2:]
+    assert [len(rows) for rows in shown] == [1, 1] and [len(rows) for rows in branched] == [4, 4]
+    assert all([row.parent is None for row in rows] == [True, False, False, False] for rows in branched)
 
 
 def test_a_breach_stops_the_run_and_a_wider_guard_lets_it_go_on(config: RunConfig) -> None:  # noqa: F811
