@@ -167,3 +167,45 @@ class TestOpenEnv:
         assert "not valid JSON" in env.step("seven")[0]
         assert env.step('{"message": "7"}')[2]
         env.close()
+
+
+class TestVerifiers:
+    @pytest.fixture
+    def taskset(self):
+        vf = pytest.importorskip("verifiers.v1", reason="the package verifiers (0.4 or later) is missing")
+
+        class SumData(vf.TaskData):
+            total: int
+
+        class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
+            @vf.reward(weight=2.0)
+            async def right(self, trace) -> float:
+                return float(trace.last_reply == str(self.data.total))
+
+            @vf.reward
+            async def short(self, trace) -> float:
+                return float(len(trace.last_reply) < 5)
+
+        class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
+            def load(self):
+                for a in range(40):
+                    data = SumData(prompt=f"What is {a} + 1?", system_prompt="Add.", total=a + 1)
+                    yield SumTask(data, self.config.task if hasattr(self.config, "task") else None)
+
+        return Sums(vf.TasksetConfig())
+
+    def test_a_taskset(self, taskset):
+        from longstraw_agents.envs.adapters_verifiers import VerifiersText
+
+        env = VerifiersText(taskset, success_at=3.0)
+        seen = {}
+        for split in ("train", "heldout"):
+            seen[split] = {env.reset(seed=seed, options={"split": split})[0] for seed in range(60)}
+        assert len(seen["train"]) > 15 and seen["heldout"] and not seen["train"] & seen["heldout"]
+        first, info = env.reset(seed=1)
+        assert first.startswith("Add.\n\nWhat is") and first == env.reset(seed=1)[0]
+        total = int(first.split()[3]) + 1
+        _, reward, terminated, _, info = env.step(str(total))
+        assert reward == 3.0 and terminated and info["success"]
+        env.reset(seed=1)
+        assert env.step("I do not know")[1] == 0.0
