@@ -1,8 +1,8 @@
 """Tasksets of the `verifiers` package (v1 interface, 0.4 or later) as text environments: chats that end with a reply.
 
-Idea: a taskset's tasks hold a prompt and score a trace. Where a task needs neither tools nor a machine, an episode is one reply: we
-put prompt and reply into a trace of theirs and let the task score it, with all its rewards and weights. A task that needs more is
-refused by name; its own harness would have to run it.
+Idea: a taskset's tasks hold a prompt and score a trace. Where a task needs neither tools nor a machine, an episode is one reply:
+we put prompt and reply into a trace of theirs and let the task score it, with all its rewards and weights. A task that needs more
+is refused by name; its own harness would have to run it.
 """
 
 from __future__ import annotations
