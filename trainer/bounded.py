@@ -89,7 +89,7 @@ def measure(exact: TreeReplay, approximate: TreeReplay, c_N: Tensor) -> Measured
     head, total = exact.engine.head, sum(len(hidden) for hidden in theirs)
     with torch.no_grad():
         for fresh, stale in zip(torch.cat(theirs).split(head.piece), torch.cat(ours).split(head.piece), strict=True):
-            p, q = head.logits(fresh).log_softmax(-1), head.logits(stale).log_softmax(-1)
+            p, q = (head.logits(hidden).double().log_softmax(-1) for hidden in (fresh, stale))
             kl += float((p.exp() * (p - q)).sum()) / total
     first, second = _gradient(exact, c_N), _gradient(approximate, c_N)
     product = sum(float((a.double() * b.double()).sum()) for a, b in zip(first, second, strict=True))

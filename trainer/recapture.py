@@ -152,6 +152,7 @@ class Prefix:
             self._tokens, self._chain, held = inputs[:0], "", 0
             self.state = self._new_state()
         fresh, checked = self._fresh, True
+        fresh.missed.clear()  # what an earlier call captured can be extended now
         for span in fresh.walk(self._chain, inputs[held:], held, chunk):
             with fresh.reading(checked=checked), self._recapture.engine.attached(), torch.no_grad():
                 fresh.capture(span, inputs[span.start : span.stop], self.state)
@@ -174,7 +175,7 @@ class FreshStates:
             "above": stamps.states[frontier:],
         }
         self._since: int | None = None  # within `reading`: what `WeightStamps.changes` was at its start
-        self._missed: set[str] = set()  # what follows these is no extension
+        self.missed: set[str] = set()  # what follows these is no extension
         self._parts = [part for part in ("below", "above") if (frontier > 0 if part == "below" else stamps.states[frontier:])]
 
     def walk(self, chain: str, inputs_T: TokenArray, begin: int, chunk: int) -> Iterator[Span]:
@@ -210,11 +211,11 @@ class FreshStates:
         if below is not None and above is not None:
             self._count("run_anyway", span)
         else:
-            extends = span.before not in self._missed and self._is_kept(span.before)
+            extends = span.before not in self.missed and self._is_kept(span.before)
             kind = "refreshed" if known else "extended" if extends else "missed"
             self._count(kind, span)
             if kind == "missed":
-                self._missed.add(span.chain)
+                self.missed.add(span.chain)
         self._count("from_frontier" if entry is not None else "whole", span)
         return hidden
 

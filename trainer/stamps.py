@@ -35,7 +35,7 @@ _AFTER_STATE = re.compile(
     r"|\.(q_proj|q_norm|o_proj|out_proj|in_proj_z)\."
 )
 _PIECE = 1 << 24  # elements digested at once
-_SMALL = 1 << 20  # elements of a tensor that is digested on the host
+_SMALL = 1 << 16  # elements of a tensor that is digested on the host
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
@@ -46,22 +46,24 @@ def tensor_digest(tensor: Tensor) -> bytes:
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.device.type == "cpu":
-        content = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-    else:
-        content = " ".join(map(str, _weighted_sums(flat)))
-    text = f"{tuple(tensor.shape)} {tensor.dtype} {content}"
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return _digest_of(tensor, hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest())
+    return _digest_of(tensor, " ".join(map(str, _weighted_sums(flat).tolist())))
 
 
-def _weighted_sums(flat: Tensor) -> list[int]:
+def _digest_of(tensor: Tensor, content: str) -> bytes:
+    return hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype} {content}".encode(), digest_size=16).digest()
+
+
+def _weighted_sums(flat: Tensor) -> Tensor:
+    """[2] int64 on the tensor's device; nothing waits for it here."""
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    sums = [0, 0]
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for first in range(0, words.numel(), _PIECE):
         piece = words[first : first + _PIECE].to(torch.int64)
         place = torch.arange(first, first + piece.numel(), device=piece.device, dtype=torch.int64)
         for which, factor in enumerate((-7046029254386353131, -4417276706812531889)):
             weight = (place * factor) | 1
-            sums[which] = (sums[which] + int(((piece ^ (piece << 13)) * (weight ^ (weight >> 29))).sum())) & (2**64 - 1)
+            sums[which] += ((piece ^ (piece << 13)) * (weight ^ (weight >> 29))).sum()
     return sums
 
 
@@ -179,20 +181,27 @@ class WeightStamps:
         return not unmoved or (fresh and tensor.requires_grad)
 
     def _digest(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Digest tensors; small ones of a GPU travel to the host together, as one launch each would take longer than a layer."""
-        together: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        """Digest tensors. Those of a GPU are read back together: one wait for each would take longer than a layer."""
+        small: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        large: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, tensor in tensors:
-            if tensor.device.type != "cpu" and tensor.numel() <= _SMALL:
-                together.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+            if tensor.device.type == "cpu":
+                self._note(name, tensor, tensor_digest(tensor))
+            elif tensor.numel() <= _SMALL:
+                small.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
             else:
-                self._note(name, tensor, tensor)
-        for group in together.values():
+                large.setdefault(tensor.device, []).append((name, tensor))
+        for group in small.values():
             joined = torch.cat([tensor.detach().reshape(-1) for _, tensor in group]).cpu()
             for (name, tensor), flat in zip(group, joined.split([tensor.numel() for _, tensor in group]), strict=True):
-                self._note(name, tensor, flat.view(tensor.shape))
+                self._note(name, tensor, tensor_digest(flat.view(tensor.shape)))
+        for group in large.values():
+            sums = torch.stack([_weighted_sums(tensor.detach().contiguous().view(-1)) for _, tensor in group]).tolist()
+            for (name, tensor), pair in zip(group, sums, strict=True):
+                self._note(name, tensor, _digest_of(tensor, " ".join(map(str, pair))))
 
-    def _note(self, name: str, tensor: Tensor, values: Tensor) -> None:
-        digest, known = tensor_digest(values), self._known.get(name)
+    def _note(self, name: str, tensor: Tensor, digest: bytes) -> None:
+        known = self._known.get(name)
         self.changes += known is not None and known.digest != digest
         self._known[name] = _Known(weakref.ref(tensor), _place(tensor), digest)
 
