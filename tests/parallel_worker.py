@@ -1,29 +1,35 @@
-"""One of several processes of a check: gradients of shared-out trees against conventional training on one process.
+"""One of several processes of a check: what they compute together against what one computes alone.
 
-Started by `longstraw_agents.launch`, as `python -m tests.parallel_worker OUTPUT CASES LAYOUT` with both as JSON. Process 0
-writes one JSON line per case to the file OUTPUT.
+Started by `longstraw_agents.launch`, as `python -m tests.parallel_worker OUTPUT JOBS LAYOUT` with both as JSON. Process 0 writes
+one JSON line per job to the file OUTPUT. A job is a `Case` (gradients against conventional training), or has a name under
+"job": steps (weights stay the same bits), bytes (state per process), traffic (bytes sent per replayed token).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from longstraw_agents.errors import RankError
 from longstraw_agents.segmenter import PrefixTree, segment
 from longstraw_agents.trainer import comparison, conventional
 from longstraw_agents.trainer.experts import share_experts, whole
 from longstraw_agents.trainer.lifting import lifted
+from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.ranks import Layout, Ranks, join, leave
 from longstraw_agents.trainer.reduction import sum_gradients
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
-from longstraw_agents.trainer.update import share_out
+from longstraw_agents.trainer.update import Trainer, TrainerConfig, share_out
+from longstraw_agents.types import Group, Task
 from tests import models as zoo
-from tests.test_replay import deep_group
+from tests.test_replay import deep_group, trajectory
 
 
 @dataclass(frozen=True)
@@ -92,12 +98,67 @@ def check(case: Case, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def main(output: str, cases: str, layout: str) -> None:
-    """Run all cases; see the module's head."""
+def steps(name: str, steps: int, ranks: Ranks) -> dict[str, Any]:
+    """Optimizer steps in bfloat16 on changing groups; the trainer stops at the first difference between processes."""
+    model = zoo.build(name, dtype=torch.bfloat16)
+    trainer = Trainer(model, TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3)), ranks=ranks)
+    mismatches, norms = 0, []
+    for step in range(steps):
+        members = [
+            replace(t, trajectory_id=f"{step}.{t.trajectory_id}", reward=float(i % 2))
+            for i, t in enumerate(deep_group(zoo.CONFIGS[name]()[1].vocab_size, step))
+        ]
+        try:
+            norms.append(trainer.update([Group(str(step), Task("zoo", step), tuple(members))]).steps[0].gradient_norm)
+        except RankError:
+            mismatches += 1
+    return {"mismatches": mismatches, "steps": trainer.version, "norms": [norms[0], norms[-1]]}
+
+
+def chain(name: str, length: int, response: int = 16) -> PrefixTree:
+    """Two trajectories that share `length` tokens."""
+    random = np.random.default_rng(0)
+    new = lambda count: random.integers(3, zoo.CONFIGS[name]()[1].vocab_size, count).tolist()
+    shared, mask = new(length), np.r_[np.zeros(length, bool), np.ones(response, bool)]
+    return segment([trajectory(str(i), shared + new(response), mask) for i in range(2)])
+
+
+def state_bytes(name: str, length: int, chunk: int, ranks: Ranks) -> dict[str, Any]:
+    """Bytes of state and cotangent on each process, and on one alone."""
+    tree, found = chain(name, length), []
+    for who in (ranks, Ranks()):
+        replay = Engine(zoo.build(name), ReplayConfig(chunk=chunk), who).open(tree)
+        replay.backward(torch.ones(len(tree.entry_node)))
+        found.append(sum(replay.state.nbytes().values()))
+    return {"shared": ranks.gather_objects(found[0]), "alone": found[1]}
+
+
+def traffic(name: str, lengths: list[int], ranks: Ranks) -> dict[str, Any]:
+    """Bytes that this process sends per input of the leaves' replay, behind prefixes of some lengths."""
+    per_token = {}
+    for length in lengths:
+        tree = chain(name, length)
+        replay = Engine(zoo.build(name), ReplayConfig("detached", chunk=256), ranks).open(tree)
+        replay.score()
+        ranks.traffic.clear()
+        replay.counts.clear()
+        replay.backward(torch.ones(len(tree.entry_node)))
+        sent = sum(ranks.traffic.bytes.values())
+        per_token[length] = sent / (replay.counts["replay"] + replay.counts["reverse"])
+    return {"bytes_per_token": per_token}
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"steps": steps, "bytes": state_bytes, "traffic": traffic}
+
+
+def main(output: str, jobs: str, layout: str) -> None:
+    """Run all jobs; see the module's head."""
     torch.set_num_threads(1)
     ranks = join(Layout(**json.loads(layout)))
-    for settings in json.loads(cases):
-        found = check(Case(**settings), ranks)
+    for settings in json.loads(jobs):
+        asked = dict(settings)
+        job = asked.pop("job", None)
+        found = check(Case(**asked), ranks) if job is None else JOBS[job](**asked, ranks=ranks)
         costs = ranks.costs()
         if ranks.number == 0:
             with Path(output).open("a") as file:
