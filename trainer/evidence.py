@@ -50,11 +50,11 @@ def store(model: nn.Module, verification: Verification) -> Path:
 
 
 def cite(model: nn.Module) -> dict[str, Any]:
-    """What a receipt says of E2 and E4: the stored checks with their date and length, or that there are none."""
+    """What a receipt says of E2 to E4: the stored checks with their date and length, or that there are none."""
     path = _path(fingerprint(model))
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return {name: "not verified for this model, type and versions: run `longstraw verify`" for name in ("E2", "E4")}
     about = {"verified": path.stem, "date": stored["date"], "length": stored["setting"]["length"]}
-    return {name: stored["checks"][name] | about for name in ("E2", "E4", "control")}
+    return {name: stored["checks"][name] | about for name in ("E2", "E3", "E4", "control") if name in stored["checks"]}

@@ -84,8 +84,8 @@ class Trainer:
         """
         self.model, self.config = model, config
         self.ranks = ranks or Ranks()
-        if self.ranks.world > 1 and config.recapture is not None:
-            raise ConfigError("states are not kept between steps where several processes share the work: leave recapture out")
+        if self.ranks.world > 1 and (config.recapture is not None or config.bounded is not None):
+            raise ConfigError("several processes keep no states between steps: leave out trainer.recapture and trainer.bounded")
         self.sharded = share_experts(model, self.ranks)
         self.engine = Engine(model, config.replay, self.ranks)
         self.loss: LossConfig | Loss = loss or config.loss

@@ -7,6 +7,7 @@ not more. The same comparison with the reverse pass off must fail, or it would s
 
     E1        every pass finished, all numbers are finite
     E2        replayed log-probabilities equal the model's own full-sequence ones
+    E3        several processes' gradient equals one process's, where there are several
     E4        the whole gradient equals conventional training's
     control   with cotangents cut at node borders (`gradient="detached"`) E4 fails; not applicable where all trained parameters
               lie above the last state
@@ -34,7 +35,9 @@ from longstraw_agents.trainer.architectures import unwrap
 from longstraw_agents.trainer.comparison import Difference
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.loss import LossConfig, make_batch, policy_loss
+from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.receipt import versions
+from longstraw_agents.trainer.reduction import sum_gradients
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.stamps import trains_states
 from longstraw_agents.types import Group, StopReason, Task, Trajectory
@@ -118,15 +121,23 @@ class Outcome:
     flips: dict[str, int] = field(default_factory=dict)
 
 
-def ours(model: nn.Module, trajectories: Sequence[Trajectory], loss: conventional.Loss, replay: ReplayConfig) -> Outcome:
-    """Score, loss, replay and reverse on the tree of `trajectories`. The parameters' `.grad` is cleared before and after."""
+def ours(
+    model: nn.Module, trajectories: Sequence[Trajectory], loss: conventional.Loss, replay: ReplayConfig,
+    ranks: Ranks | None = None,
+) -> Outcome:  # fmt: skip
+    """Score, loss, replay and reverse on the tree of `trajectories`. The parameters' `.grad` is cleared before and after.
+
+    ranks: the processes that share it, each in this call.
+    """
     model.zero_grad()
-    work = Engine(model, replay).open(segment(trajectories))
+    work = Engine(model, replay, ranks).open(segment(trajectories))
     leaf_N = work.score().logp.detach().requires_grad_()
     value = loss(leaf_N)
     (c_N,) = torch.autograd.grad(value, leaf_N)
     seen_N = work.backward(c_N).logp  # not a number where no coefficient asked for a replay
     seen_N = torch.where(seen_N.isnan(), leaf_N.detach(), seen_N)
+    if ranks is not None:
+        sum_gradients([(name, p) for name, p in model.named_parameters() if p.requires_grad], ranks)
     gradient = comparison.gradients(model)
     model.zero_grad()
     return Outcome(value.item(), seen_N, gradient, work.state.flips())
@@ -187,11 +198,13 @@ def make_loss(group: Group, logp_N: Tensor, seed: int) -> conventional.Loss:
 
 
 def verify(
-    model: Any, config: VerifyConfig = VerifyConfig(), name: str = "", say: Callable[[str], None] = lambda text: None
-) -> Verification:
+    model: Any, config: VerifyConfig = VerifyConfig(), name: str = "", say: Callable[[str], None] = lambda text: None,
+    ranks: Ranks | None = None,
+) -> Verification:  # fmt: skip
     """Verify a transformers causal language model, plain or with PEFT adapters, in its own type, on its own device.
 
-    What requires grad is what is verified. Raises ModelError for a model that is refused. `say` is told what runs.
+    What requires grad is what is verified. Raises ModelError for a model that is refused. `say` is told what runs. ranks: this
+    is process 0 of several, the others of which are in `take_part`; they establish E3.
     """
     started = time.perf_counter()
     base: Any = unwrap(model)
@@ -211,13 +224,42 @@ def verify(
             reference, own = theirs(model, group.trajectories, loss), None
         say("exact replay")
         replayed = ours(model, group.trajectories, loss, exact)
+        shared: Outcome | None = None
+        if ranks is not None and ranks.world > 1:
+            say(f"exact replay in {ranks.world} processes")
+            shared = ours(model, group.trajectories, loss, exact, ranks)
         say("negative control: without the reverse pass")
         control = ours(model, group.trajectories, loss, ReplayConfig("detached", exact.chunk, exact.pack))
     checks, classes = _judge(model, dtype, reference, own, replayed, control)
+    if shared is not None and ranks is not None:
+        checks["E3"] = _judge_shared(dtype, ranks.world, shared, replayed, reference, own)
     return Verification(
         name or getattr(base.config, "name_or_path", "") or type(base).__name__, describe(model) | asdict(config) |
         {"chunk": exact.chunk, "versions": versions()}, checks, classes, replayed.flips, time.perf_counter() - started,
     )  # fmt: skip
+
+
+def take_part(model: Any, config: VerifyConfig, ranks: Ranks) -> None:
+    """What the processes other than the first do while it verifies."""
+    dtype = unwrap(model).get_input_embeddings().weight.dtype
+    group = make_group(unwrap(model).config.get_text_config().vocab_size, config)
+    with _ready(model), lifted(dtype == torch.float64):
+        wide = copy.deepcopy(model).float() if dtype.itemsize < 4 else model
+        ours(model, group.trajectories, make_loss(group, _score(wide, group), config.seed), config.replay, ranks)
+
+
+def _judge_shared(
+    dtype: torch.dtype, count: int, shared: Outcome, alone: Outcome, reference: Outcome, own: Outcome | None
+) -> Check:  # fmt: skip
+    """E3: against one process's gradient, or, in 16-bit types, as its own check E4 against float32."""
+    if own is not None:
+        scale = comparison.compare(own.gradient, reference.gradient).global_relative
+        value = comparison.compare(shared.gradient, reference.gradient).global_relative / scale
+        what = f"error of {count} processes' gradient over conventional's own, against float32"
+        return Check(value <= RATIO, value, RATIO, what)
+    difference = comparison.compare(shared.gradient, alone.gradient)
+    value = difference.worst if dtype == torch.float64 else difference.global_relative
+    return Check(value <= BOUNDS[dtype], value, BOUNDS[dtype], f"{count} processes' gradient against one process's")
 
 
 def _score(model: nn.Module, group: Group) -> Tensor:

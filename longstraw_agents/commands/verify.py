@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from longstraw_agents.launch import launch
 from longstraw_agents.terminal import json_option, write_json
 
 
@@ -22,25 +24,32 @@ from longstraw_agents.terminal import json_option, write_json
 @click.option("--full", is_flag=True, help="Verify training of all parameters instead of a LoRA adapter on all linear layers.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--unproven", is_flag=True, help="Try a model type that is not on the list of known ones.")
+@click.option("--cp", default=1, show_default=True, type=click.IntRange(min=1), help="Processes that share the replay, for E3.")
 @click.option("--record", is_flag=True, help="Write what was measured on smollm2-135m-instruct to docs/figures.json.")
 @json_option
 def verify(
     name: str, length: int, branch: int, group: int, chunk: int | None, dtype: str, device: str, full: bool, seed: int,
-    unproven: bool, record: bool, json_path: Path | None,
+    unproven: bool, cp: int, record: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Exit status 0 if the evidence holds, 1 if it does not."""
+    if cp > 1 and "RANK" not in os.environ:
+        return launch([sys.executable, "-m", "longstraw_agents.cli", *sys.argv[1:]], cp)
     from longstraw_agents.trainer import architectures, evidence
     from longstraw_agents.trainer.models import SMOLLM2, LoraSettings, ModelConfig, load_model
-    from longstraw_agents.trainer.verification import VerifyConfig
+    from longstraw_agents.trainer.ranks import Layout, among
+    from longstraw_agents.trainer.verification import VerifyConfig, take_part
     from longstraw_agents.trainer.verification import verify as run
 
     config = VerifyConfig(length, branch, group, chunk, seed)
-    model, _ = load_model(ModelConfig(name, dtype, device, None if full else LoraSettings(), seed))
-    if not full:
-        _randomize(model, seed)
-    if unproven:
-        architectures.accept(architectures.unwrap(model))
-    result = run(model, config, name, lambda text: click.echo(f"... {text}", err=True))
+    with among(Layout(cp=cp), device) as ranks:
+        model, _ = load_model(ModelConfig(name, dtype, device, None if full else LoraSettings(), seed))
+        if not full:
+            _randomize(model, seed)
+        if unproven:
+            architectures.accept(architectures.unwrap(model))
+        if ranks.number > 0:
+            return take_part(model, config, ranks)
+        result = run(model, config, name, lambda text: click.echo(f"... {text}", err=True), ranks)
     path = evidence.store(model, result)
     write_json(json_path, result.to_dict())
     _show(result)
