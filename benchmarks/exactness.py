@@ -8,10 +8,10 @@ Models are tiny, of the real transformers classes with random weights (tests/mod
 inner nodes and unequal branches (tests/trees.py). The loss's coefficients are fixed functions of log-probabilities.
 
     lifted     float64 with all up-casts to float32 lifted on both sides: worst parameter
-    untouched  float64, the model as it is. Without recurrent layers: worst parameter. With them: our worst parameter's error over
-               that of the model's own differentiable split at the same borders, median of five seeds
+    untouched  float64, the model as it is. Without recurrent layers: worst parameter. With them, on a short tree: our worst
+               parameter's error over that of the model's own differentiable split at the same borders, median of five seeds
     float32    relative error of the whole gradient
-    bfloat16   our error over conventional training's own error, both against float32: median of three seeds
+    bfloat16   our error over conventional training's own error, both against float32, on a short tree: median of five seeds
     detached   relative error and cosine of the gradient without the reverse pass (lifted float64, LoRA)
 """
 
@@ -22,6 +22,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def run_untouched(name: str, training: str) -> float:
     ratios = []
     for seed in SEEDS:
         model = as_loaded(models.build(name, training=training, dtype=torch.float64, seed=seed))
-        data = trees.unequal_tree(seed)
+        data = trees.short_tree(seed)
         reference = verification.theirs(model, data, loss).gradient
         ours = verification.ours(model, data, loss, ReplayConfig(chunk=CHUNKS["odd"])).gradient
         own = splits.gradient(model, data, segment(data), CHUNKS["odd"], loss)
@@ -97,8 +98,8 @@ def run_float32(name: str, training: str) -> float:
 
 def run_bfloat16(name: str, training: str) -> float:
     ratios = []
-    for seed in SEEDS[:3]:
-        model, data = models.build(name, training=training, dtype=torch.bfloat16, seed=seed), trees.unequal_tree(seed)
+    for seed in SEEDS:
+        model, data = models.build(name, training=training, dtype=torch.bfloat16, seed=seed), trees.short_tree(seed)
         own = verification.theirs(model, data, loss)
         ours = verification.ours(model, data, loss, ReplayConfig(chunk=CHUNKS["odd"]))
         reference = verification.theirs(model.float(), data, loss).gradient
@@ -114,11 +115,11 @@ def run_detached(name: str) -> tuple[float, float]:
     return difference.global_relative, difference.cosine
 
 
-def run_all(name: str) -> dict[str, float]:
-    """Every cell of one architecture: "part/training/chunking" -> value."""
+def run_all(name: str, done: Callable[[dict[str, float]], None]) -> None:
+    """Every cell of one architecture, "part/training/chunking" -> value; `done` is given all so far after each part."""
     cells: dict[str, float] = {}
 
-    def cell(key: str, run: Any, *arguments: Any) -> None:
+    def cell(key: str, run: Callable[..., float], *arguments: str) -> None:
         started = time.perf_counter()
         try:
             cells[key] = run(*arguments)
@@ -130,36 +131,43 @@ def run_all(name: str) -> dict[str, float]:
     for training in TRAININGS:
         for chunking in CHUNKS:
             cell(f"lifted/{training}/{chunking}", run_lifted, name, training, chunking)
-        for part, run in (("untouched", run_untouched), ("float32", run_float32), ("bfloat16", run_bfloat16)):
+    cells["detached/error"], cells["detached/cosine"] = run_detached(name)
+    done(cells)
+    for part, run in (("float32", run_float32), ("untouched", run_untouched), ("bfloat16", run_bfloat16)):
+        for training in TRAININGS:
             cell(f"{part}/{training}", run, name, training)
-    error, cosine = run_detached(name)
-    return cells | {"detached/error": error, "detached/cosine": cosine}
+        done(cells)
 
 
-def record(name: str, cells: dict[str, float], seconds: float) -> None:
-    """Write one architecture's figures, and its cells for the page."""
-    worst = lambda part: max(value for key, value in cells.items() if key.startswith(part + "/"))
+def record(name: str, cells: dict[str, float]) -> None:
+    """Write the figures of one architecture's parts that are whole, and its cells for the page."""
     untouched = "float64_untouched_over_own_split" if name in models.RECURRENT else "float64_untouched"
-    command = f"python benchmarks/exactness.py --record --only {name}"
-    for figure, value, unit in (
-        ("float64_lifted", worst("lifted"), "relative error, worst parameter"),
-        (untouched, worst("untouched"), "ratio" if name in models.RECURRENT else "relative error, worst parameter"),
-        ("float32_global", worst("float32"), "relative error"),
-        ("bfloat16_over_conventional", worst("bfloat16"), "ratio"),
-        ("detached_relative_error", cells["detached/error"], "relative error"),
-        ("detached_cosine", cells["detached/cosine"], "cosine"),
-    ):
-        figures.record(f"exact.{figure}.{name}", value, unit, command=command)
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    about = {"versions": versions(), "commit": figures._commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    known[name] = {"cells": cells, "seconds": round(seconds, 1)} | about
-    RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    named = {"lifted": "float64_lifted", "untouched": untouched, "float32": "float32_global"}
+    named |= {"bfloat16": "bfloat16_over_conventional"}
+    values = {
+        named[part]: max(cells[key] for key in expected_cells(part))
+        for part in named if all(key in cells for key in expected_cells(part))
+    }  # fmt: skip
+    values |= {"detached_relative_error": cells["detached/error"], "detached_cosine": cells["detached/cosine"]}
+    for figure, value in values.items():
+        unit = "ratio" if "over" in figure else "cosine" if "cosine" in figure else "relative error"
+        command = f"python benchmarks/exactness.py --record --only {name}"
+        entry = figures.record(f"exact.{figure}.{name}", value, unit, command=command)
+    with figures.locked(RESULTS):
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        about = {"versions": versions(), "commit": entry["commit"], "date": entry["date"][:10]}
+        known[name] = {"cells": cells} | about
+        RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(page())
 
 
-def expected_cells() -> list[str]:
-    """The keys that an architecture must have; one that is missing counts as failing."""
-    lifted_cells = [f"lifted/{training}/{chunking}" for training in TRAININGS for chunking in CHUNKS]
-    return lifted_cells + [f"{part}/{training}" for part in ("untouched", "float32", "bfloat16") for training in TRAININGS]
+def expected_cells(part: str | None = None) -> list[str]:
+    """The keys that an architecture must have, of one part or all; one that is missing counts as failing."""
+    if part is None:
+        return [key for each in ("lifted", "untouched", "float32", "bfloat16") for key in expected_cells(each)]
+    if part == "lifted":
+        return [f"lifted/{training}/{chunking}" for training in TRAININGS for chunking in CHUNKS]
+    return [f"{part}/{training}" for training in TRAININGS]
 
 
 def page() -> str:
@@ -187,13 +195,14 @@ def page() -> str:
             lines.append(f"| {name} | never run | never run | never run | never run | 0 of {len(expected_cells())} | | |")
             continue
         cells, recurrent = entry["cells"], name in models.RECURRENT
-        worst = {part: max(v for k, v in cells.items() if k.startswith(part + "/")) for part in (*bounds, "untouched")}
+        worst = {part: max(cells.get(key, FAILED) for key in expected_cells(part)) for part in (*bounds, "untouched")}
         limit = bounds | {"untouched": 1.25 if recurrent else 1e-6}
         held = sum(cells.get(key, FAILED) <= limit[key.split("/")[0]] for key in expected_cells())
-        untouched = f"{worst['untouched']:.2f} of own split" if recurrent else f"{worst['untouched']:.1e}"
+        show = lambda part, style, of=worst: "never run, or failed" if of[part] == FAILED else format(of[part], style)
+        untouched = show("untouched", ".2f") + " of own split" if recurrent else show("untouched", ".1e")
         about = ", ".join(f"{k} {v}" for k, v in entry["versions"].items() if k in ("torch", "transformers", "peft"))
         lines.append(
-            f"| {name} | {worst['lifted']:.1e} | {untouched} | {worst['float32']:.1e} | {worst['bfloat16']:.2f} "
+            f"| {name} | {show('lifted', '.1e')} | {untouched} | {show('float32', '.1e')} | {show('bfloat16', '.2f')} "
             f"| {held} of {len(expected_cells())} | {about} | {entry['commit']}, {entry['date']} |"
         )
     lines += ["", "## Without the reverse pass", "", "`gradient=\"detached\"` against the true gradient (LoRA, float64):", ""]
@@ -212,11 +221,8 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="only write docs/exactness.md")
     arguments = parser.parse_args()
     for name in [] if arguments.page else arguments.only.split(","):
-        started = time.perf_counter()
-        cells = run_all(name)
-        if arguments.record:
-            record(name, cells, time.perf_counter() - started)
-    if arguments.record or arguments.page:
+        run_all(name, lambda cells, name=name: record(name, cells) if arguments.record else None)
+    if arguments.page:
         PAGE.write_text(page())
 
 

@@ -183,7 +183,7 @@ def record(
     if extra:
         entry["extra"] = dict(extra)
     path = path or FILE
-    with _locked(path):
+    with locked(path):
         entries = {old["figure"]: old for old in read(path)} | {figure: entry}
         _write(path, [entries[name] for name in sorted(entries)])
     return entry
@@ -222,7 +222,7 @@ def table(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock for the file; the lock lies in the temporary folder, so the checkout stays clean."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} does not exist; record figures in a checkout of the repository, not in an install")
