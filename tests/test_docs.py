@@ -59,3 +59,23 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         if "://" in target or target.startswith(("#", "mailto:")):
             continue
         assert (page.parent / target.split("#")[0]).exists(), f"{page.relative_to(ROOT)} links to {target}, which is not there"
+
+
+def test_the_demo_s_table_is_what_was_recorded() -> None:
+    """Every trial stands in the docs as it was measured; a new recording must be copied there."""
+    import json
+
+    recorded = {entry["figure"]: entry for entry in json.loads((ROOT / "docs" / "figures.json").read_text())}
+    trials = {f"seed {seed}": trial for seed, trial in recorded["main.demo_gain_points"]["extra"].items()}
+    trials["rewards shuffled"] = recorded["main.demo_shuffled_reward_gain_points"]["extra"]
+    rows = {
+        line.split("|")[1].strip(): [item.strip() for item in line.split("|")[2:-1]]
+        for line in (ROOT / "docs" / "quickstart.md").read_text().splitlines()
+        if line.startswith(("| seed", "| rewards"))
+    }
+    assert set(rows) == set(trials)
+    for name, trial in trials.items():
+        success = trial["success"]
+        assert rows[name][:2] == [f"{success[when]['sampled']:.1%}" for when in ("before", "after")]
+        assert rows[name][2] == f"{trial['gain']:+.1f} [{trial['interval'][0]:+.1f}, {trial['interval'][1]:+.1f}]"
+        assert rows[name][3:5] == [f"{success[when]['greedy']:.1%}" for when in ("before", "after")]
