@@ -187,8 +187,9 @@ def refreshes(
     trained, chunk = train_from(model, frontier), arguments.chunk
     engine = Engine(model, ReplayConfig(chunk=chunk))
     recapture = Recapture.of(engine, keep(arguments))
-    list(recapture.refresh(tokens, chunk))
-    approximate = ApproximateState.of(engine, tokens)
+    prefix = Prefix(recapture, len(tokens))
+    list(prefix.refresh(tokens, chunk))
+    approximate = ApproximateState.of(engine, tokens, prefix.state)
     nudge(trained)
     approximate.refresh(arguments.share)  # the first time it stores the frontier's input
     seconds: dict[str, list[float]] = {"full": [], "frontier": [], "bounded": []}
