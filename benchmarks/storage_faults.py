@@ -29,7 +29,7 @@ from pathlib import Path
 from sqlalchemy import event
 from storage_flips import bit_flips
 from storage_power import cut, read_log
-from storage_workload import faults, groups_of, to_file, work
+from storage_workload import damage, faults, groups_of, to_file, work
 
 from longstraw_agents import figures
 from longstraw_agents.errors import LongStrawError, StoreFullError
@@ -79,7 +79,7 @@ def verify(url: str, name: str, log: Path, *, complete: int | None = None) -> li
     if complete is not None:
         collect(url, name, complete, log)
     with Store.open(url) as store:
-        found = faults(store, name, lines(log))
+        found = damage(store) + faults(store, name, lines(log))
         if complete is not None and sum(group.step is not None for group in groups_of(store, name)) != complete:
             found.append("lost: the run did not resume to its end")
     return found
@@ -187,6 +187,7 @@ def writers(url: str, folder: Path, processes: int, groups: int) -> list[str]:
     if finished(reading):
         found.append("an error reached the reader, or it read nothing")
     with Store.open(url) as store:
+        found += damage(store)
         for name in names:
             found += faults(store, name, lines(folder / name))
             if sum(group.step is not None for group in groups_of(store, name)) != groups:
@@ -203,7 +204,7 @@ def writers_postgresql(folder: Path, scale: float) -> tuple[list[str], int]:
     """16 processes on one PostgreSQL database."""
     server = PostgreSQL()
     try:
-        return writers(server.url("writers"), folder, 16, max(1, int(6 * scale))), 16
+        return writers(server.url("writers"), folder, 16, max(1, int(3 * scale))), 16
     finally:
         server.close()
 
@@ -246,7 +247,7 @@ def _after_migration(url: str, where: str) -> list[str]:
         admin.upgrade_store(url)
         with Store.open(url, create=False) as store:
             work(store, "after", 1, lambda line: None)
-            return [f"{where}: {fault}" for fault in faults(store, "after", [])]
+            return [f"{where}: {fault}" for fault in damage(store) + faults(store, "after", [])]
     except LongStrawError as error:
         return [f"{where}: {error}"]
 

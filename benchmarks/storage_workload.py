@@ -92,9 +92,14 @@ def to_file(path: Path) -> Callable[[str], None]:
     return lambda line: (os.write(descriptor, f"{line}\n".encode()), None)[1]
 
 
+def damage(store: Store) -> list[str]:
+    """What a check of the whole store finds."""
+    return [f"half: {problem.where}: {problem.what}" for problem in admin.check(store)]
+
+
 def faults(store: Store, name: str, acknowledged: list[str]) -> list[str]:
     """Everything that is lost, half or double in the run `name`; empty if all is as it should be."""
-    found = [f"half: {problem.where}: {problem.what}" for problem in admin.check(store)]
+    found: list[str] = []
     runs = [run.run_id for run in store.runs() if run.name == name]
     if len(runs) > 1:
         found.append("double: run")
