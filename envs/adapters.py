@@ -154,8 +154,10 @@ class TextArena(Adapter):
         if players > 1 and opponent is None:
             raise ConfigError(f"{game} with {players} players needs opponent=, a function from an observation to an action")
         # "-raw": only what is new since a player's last turn; the default wrappers repeat the whole history each time
-        self._make = lambda: textarena.make(env_id=game if game.endswith("-raw") else f"{game}-raw")
-        self._game, self._players, self._opponent = self._make(), players, opponent
+        name = game if game.endswith("-raw") else f"{game}-raw"
+        self._make: Callable[[], Any] = lambda: textarena.make(env_id=name)
+        self._game: Any = self._make()
+        self._players, self._opponent = players, opponent
 
     def begin(self, seed: int, split: str) -> str:
         self._game = self._make()
