@@ -113,7 +113,8 @@ def loop(arguments: argparse.Namespace) -> None:
 
     config = demo_config(arguments.folder, arguments.seed, arguments.updates)
     model = replace(config.model, dtype="float32")
-    config = replace(config, model=model, policy=PolicySettings(kind="vllm", max_tokens=1024))
+    evaluation = replace(config.evaluate, tasks=arguments.tasks)
+    config = replace(config, model=model, policy=PolicySettings(kind="vllm", max_tokens=1024), evaluate=evaluation)
     with Loop(config, Terminal()) as run:
         report = run.run()
         steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", type=int, default=24, help="of the loop's evaluations")
     parser.add_argument("--folder", type=Path, default=Path("runs/engine-loop"), help="of the loop's run")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--record", action="store_true")
