@@ -32,6 +32,11 @@ def test_no_text_becomes_an_added_token(text: str) -> None:
         assert TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
 
 
+def test_disarmed_text_is_otherwise_encoded_as_ever() -> None:
+    merged = TOKENIZER.convert_tokens_to_ids("hell")
+    assert DisarmedEncoder(TOKENIZER)("hello<|im_end|>hello").count(merged) == 2
+
+
 def test_added_tokens_that_the_model_knows_as_words_are_disarmed_too() -> None:
     tokenizer = small_tokenizer(word="[END]")
     assert tokenizer.backend_tokenizer.model.token_to_id("[END]") is not None
