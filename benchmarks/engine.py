@@ -114,7 +114,9 @@ def loop(arguments: argparse.Namespace) -> None:
     config = demo_config(arguments.folder, arguments.seed, arguments.updates)
     model = replace(config.model, dtype="float32")
     evaluation = replace(config.evaluate, tasks=arguments.tasks)
-    config = replace(config, model=model, policy=PolicySettings(kind="vllm", max_tokens=1024), evaluate=evaluation)
+    tasks = replace(config.tasks, groups=arguments.groups, samples=arguments.samples)
+    policy = PolicySettings(kind="vllm", max_tokens=1024)
+    config = replace(config, model=model, policy=policy, tasks=tasks, evaluate=evaluation)
     with Loop(config, Terminal()) as run:
         report = run.run()
         steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
@@ -123,7 +125,8 @@ def loop(arguments: argparse.Namespace) -> None:
     success = {name: modes["sampled"]["success"] for name, modes in report["evaluations"].items()}
     print(f"success {success}; largest difference of a token's log-probability in each update: {differences}")
     if arguments.record:
-        extra = {"updates": len(steps), "success": success, "by_update": differences, "vllm": _version()}
+        shape = {"updates": len(steps), "groups": arguments.groups, "samples": arguments.samples}
+        extra = {**shape, "success": success, "by_update": differences, "vllm": _version()}
         figures.record("collect.vllm_float32_logprob_difference", max(differences), trials=len(differences), extra=extra)
 
 
@@ -146,6 +149,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tasks", type=int, default=24, help="of the loop's evaluations")
+    parser.add_argument("--groups", type=int, default=4, help="of each of the loop's updates")
+    parser.add_argument("--samples", type=int, default=8, help="of each group")
     parser.add_argument("--folder", type=Path, default=Path("runs/engine-loop"), help="of the loop's run")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--record", action="store_true")

@@ -297,3 +297,20 @@ def test_gymnasium_environments_without_messages_speak_as_the_user(store: Store)
     trajectory = store.load_group(result.group_ids[0]).trajectories[0]
     assert TOKENIZER.decode(trajectory.tokens).startswith("<|im_start|>user\nnumber 1<|im_end|>\n")
     assert trajectory.reward == 1.0 and np.isfinite(trajectory.behaviour[trajectory.action_mask]).all()
+
+
+def test_an_episode_that_ended_but_was_not_finished_is_finished_without_sampling(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*args: object, **options: object) -> None:
+        raise StoreError("the power went")
+
+    run_id = store.create_run("r", {})
+    monkeypatch.setattr(store, "finish_trajectory", away)
+    with pytest.raises(StoreError):
+        run(store, run_id, [countdown(1)], group_size=1)
+    monkeypatch.undo()
+    policy = Repeater()
+    result = run(store, run_id, [countdown(1)], policy, group_size=1)
+    assert result.complete and not policy.requests
+    assert store.trajectories(result.group_ids[0])[0].reward is not None
