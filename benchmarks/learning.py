@@ -217,8 +217,8 @@ def run_trl(config: RunConfig, python: str) -> dict[str, Any]:
         load_adapter(loop.model, folder / "last")
         loop.policy.refresh(1)
         report["success"] = loop.evaluate("trl")["sampled"].success
-        rows_of = {row.name: row.metrics["sampled"]["groups"] for row in loop.store.evaluations(loop.run_id)}
-        report["outcomes"] = {"after": outcomes(loop.store, rows_of["trl"])}
+        (row,) = [row for row in loop.store.evaluations(loop.run_id) if row.name == "trl"]
+        report["tasks"] = _successes(loop, row.metrics["sampled"]["groups"])
     return report
 
 
@@ -257,7 +257,7 @@ OPTIONS = [
     click.option("--folder", type=click.Path(path_type=Path), default=Path("runs/learning"), show_default=True),
     click.option("--seeds", default=3, show_default=True),
     click.option("--updates", default=30, show_default=True),
-    click.option("--rate", default=3e-3, show_default=True, help="Learning rate of all arms."),
+    click.option("--rate", default=5e-3, show_default=True, help="Learning rate of all arms."),
     click.option("--record", is_flag=True, help="Write the result into docs/figures.json."),
 ]
 
@@ -281,7 +281,7 @@ def trl(model: str, folder: Path, seeds: int, updates: int, rate: float, record:
     """Ours against TRL's GRPOTrainer."""
     name, differences, trials = _model(model, folder), [], []
     for seed in range(seeds):
-        ours = run_ours(configuration(name, folder / f"ours-{seed}", seed, updates, rate))
+        ours = run_ours(configuration(name, folder / f"exact-{seed}", seed, updates, rate))
         theirs = run_trl(configuration(name, folder / f"trl-{seed}", seed, updates, rate), python)
         show("ours", seed, ours)
         show("trl", seed, theirs)
