@@ -256,8 +256,8 @@ OPTIONS = [
     click.option("--model", default="tiny", show_default=True, help="tiny, smollm2-135m-instruct, or a folder."),
     click.option("--folder", type=click.Path(path_type=Path), default=Path("runs/learning"), show_default=True),
     click.option("--seeds", default=3, show_default=True),
-    click.option("--updates", default=30, show_default=True),
-    click.option("--rate", default=5e-3, show_default=True, help="Learning rate of all arms."),
+    click.option("--updates", default=40, show_default=True),
+    click.option("--rate", default=2e-3, show_default=True, help="Learning rate of all arms."),
     click.option("--record", is_flag=True, help="Write the result into docs/figures.json."),
 ]
 
