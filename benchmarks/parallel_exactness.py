@@ -81,7 +81,7 @@ def part_steps() -> dict[str, Any]:
 
 def part_bytes() -> dict[str, Any]:
     """A long chain of several runs, where whole positions are what is counted."""
-    jobs = [{"job": "bytes", "name": name, "length": 2000, "chunk": 64} for name in ("llama", "glm_moe_dsa", "qwen3_5")]
+    jobs = [{"job": "bytes", "name": name, "length": 1024, "chunk": 128} for name in ("llama", "glm_moe_dsa", "qwen3_5")]
     ratios = {}
     for found in run_worker(jobs, cp=4):
         ratios[found["name"]] = max(found["shared"]) / (found["alone"] / 4)

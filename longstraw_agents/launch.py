@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from longstraw_agents.errors import ConfigError, RankError
 
-#: Exit status of a process that stopped because another one was gone.
-FOLLOWED = 75
+#: Exit status of a process that stopped because another one was gone, and of one that was found to hang.
+FOLLOWED, HUNG = 75, 70
 
 _POLL = 0.05
 
@@ -62,6 +62,7 @@ def _verdict(codes: Sequence[int | None]) -> str:
     failed = [(rank, code) for rank, code in enumerate(codes) if code]
     rank, code = next(((r, c) for r, c in failed if c < 0), next(((r, c) for r, c in failed if c != FOLLOWED), failed[0]))
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+    how = {HUNG: "hung", FOLLOWED: "missed another one (see its message)"}.get(code, how)
     return (
         f"process {rank} of {len(codes)} {how}; the others were stopped. Nothing of the unfinished step was kept: run the same "
         "command again, with this or another number of processes, to go on from the last checkpoint"

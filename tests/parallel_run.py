@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
-import test_loop  # noqa: F401  registers tests/Letters-v0
+import letters  # noqa: F401  registers tests/Letters-v0
 
 from longstraw_agents.cli import main
 from longstraw_agents.storage import Store

@@ -4,10 +4,8 @@ Idea: a recurrence over tokens can't be cut along tokens without waiting, but it
 delta rule alone the processes swap: each gives away its span of tokens of all heads and gets all tokens of its own heads, runs
 the layer's own rule on them from its own heads' state, and swaps back. Nobody waits for a neighbour's state, the recurrent
 matrices and their cotangents stay where their heads are, and each process keeps 1/R of them. The convolution before it is per
-channel and reaches back a few tokens: it reads the tail of the spans before, gathered (a few tokens each).
-
-The tail at a border is kept by every process, and its cotangent is a sum over processes whose parts stay where they arose:
-what the tail is used for is linear in the cotangent, so the parts need not be summed before they are handed on.
+channel and reaches back a few tokens: it reads the tail of the spans before, gathered (a few tokens each); of the tail at a
+border each process keeps its share of the channels.
 
 Shapes: R processes, B rows, c tokens of a span, T = R * c, H heads, C channels.
 """
@@ -32,7 +30,7 @@ RULE, SINGLE_RULE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta
 
 
 class SharedRecurrentState(RecurrentState):
-    """A recurrent layer's state on one process: the matrices of its own heads, and the convolution's whole tail."""
+    """A recurrent layer's state on one process: the matrices of its own heads, and the tail of its own channels."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -41,19 +39,23 @@ class SharedRecurrentState(RecurrentState):
     def update_conv_state(self, new_BCT: Tensor, kernel: int) -> Tensor:
         """Return the convolution's inputs: the `kernel` positions before this process's span, then the span."""
         context, length = self.context, self.run.length
-        kept = [min(kernel, context.part(length, s).real) for s in range(context.size)]
+        R, r, C = context.size, context.rank, new_BCT.shape[1]
+        share = -(-C // R)  # channels of the stored tail that each process keeps
+        kept = [min(kernel, context.part(length, s).real) for s in range(R)]
         real = new_BCT[..., : context.part(length).real]
         last = nn.functional.pad(real, (kernel, 0))[..., -kernel:]
-        tails = _Gather.apply(last, context.ranks)  # type: ignore[no-untyped-call]
         stored = self._incoming("tail")
         if stored is None:
-            stored = new_BCT.new_zeros(*new_BCT.shape[:2], kernel)
+            stored = new_BCT.new_zeros(len(new_BCT), share, kernel)
+        tails = _Gather.apply(torch.cat([last, stored], dim=1), context.ranks)  # type: ignore[no-untyped-call]
+        before = tails[:, :, C:].movedim(0, 1).flatten(1, 2)[:, :C]
         # One sequence of the stored tail and the ends of all spans. Reading slices of it keeps every process's graph alike,
         # so that all of them take part in the exchange of its backward pass.
-        sequence = torch.cat([stored, *(tails[s][..., kernel - kept[s] :] for s in range(context.size))], dim=-1)
-        self._keep("tail", sequence[..., -kernel:])
-        before = kernel + sum(kept[: context.rank])
-        return torch.cat([sequence[..., before - kernel : before], new_BCT], dim=-1)
+        sequence = torch.cat([before, *(tails[s, :, :C, kernel - kept[s] :] for s in range(R))], dim=-1)
+        whole = nn.functional.pad(sequence[..., -kernel:], (0, 0, 0, share * R - C))
+        self._keep("tail", whole[:, r * share : (r + 1) * share])
+        own = kernel + sum(kept[:r])
+        return torch.cat([sequence[..., own - kernel : own], new_BCT], dim=-1)
 
 
 class _Gather(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from longstraw_agents.launch import FOLLOWED
+from longstraw_agents.launch import FOLLOWED, HUNG
 
 #: Seconds between beats, and seconds without one after which a process counts as dead.
 BEAT, DEAD_AFTER = 0.5, 10.0
@@ -34,6 +34,7 @@ class Watch(threading.Thread):
         self._left = threading.Event()
         self._seen: dict[int, tuple[Any, float]] = {}  # process -> its last beat and when it changed
         self._moved: dict[int, tuple[Any, float]] = {}  # process -> how far it was and when that changed
+        self._hung = False  # whether the verdict names this process
         self.entered, self.waiting, self.phase = 0, False, ""
 
     def run(self) -> None:
@@ -101,6 +102,7 @@ class Watch(threading.Thread):
             return None
         least = min(far[0] for far in not_waiting.values())
         last = [(r, far) for r, far in not_waiting.items() if far[0] == least]
+        self._hung = self._number in {number for number, _ in last}
         names = ", ".join(f"{number} (phase {far[1]!r}, {far[0]} exchanges begun)" for number, far in last)
         return f"process {names} of {self._count} hangs: it did not go on for {self._timeout:.0f} s while others wait for it"
 
@@ -108,4 +110,4 @@ class Watch(threading.Thread):
         """End this process at once: its main thread may wait in an exchange that never completes."""
         again = "nothing of the unfinished step was kept; run the command again to go on from the last checkpoint"
         print(f"process {self._number}: {verdict}; {again}", file=sys.stderr, flush=True)
-        os._exit(FOLLOWED)
+        os._exit(HUNG if self._hung else FOLLOWED)
