@@ -56,7 +56,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except LongStrawError as error:
             shown = click.ClickException(str(error))
-            shown.exit_code = FOLLOWED if isinstance(error, RankError) else 1
+            shown.exit_code = FOLLOWED if isinstance(error, RankError) else 1  # type: ignore[misc]
             raise shown from error
 
 
