@@ -1,6 +1,6 @@
 """What the store costs: bytes and seconds, beside JSON lines and Parquet of the same data in the same run.
 
-    python benchmarks/storage.py [--record] [append] [shared] [tree] [range] [peers]
+    python benchmarks/storage.py [--record] [--folder F] [append] [shared] [tree] [range] [peers]
 
 Turns of 2,000 tokens (1,800 observation, 200 action) of English prose in SmolLM2's ids; SQLite with synchronous=FULL, PostgreSQL
 with its defaults (fsync on). Sizes are files', after closing. The faults are in benchmarks/storage_faults.py.
@@ -99,7 +99,8 @@ def measure_append(folder: Path, record: Record, pairs: int) -> None:
         for name, url in (("sqlite", str(folder / "append.sqlite")), ("postgresql", server.url("append"))):
             found = append_ratio(url, pairs)
             print(f"append, {name}: {found['long_ms']:.2f} ms at 4,000,000 tokens, {found['short_ms']:.2f} ms at 4,000")
-            record(f"store.append_ratio.{name}", found["ratio"], "", trials=pairs, extra=found)
+            extra = {key: round(value, 3) for key, value in found.items()}
+            record(f"store.append_ratio.{name}", found["ratio"], "", trials=pairs, extra=extra)
     finally:
         server.close()
 
@@ -138,54 +139,66 @@ def measure_shared(folder: Path, record: Record) -> None:
 
 
 TREE = """
-import resource, sys, time
+import sys, time
 from longstraw_agents.storage import Store
 from longstraw_agents.store_tree import stored_tree
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 with Store.open(sys.argv[1]) as store:
     names = [row.trajectory_id for row in store.trajectories("g1")]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.perf_counter()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak from here on
+    before = kilobytes("VmRSS")
+    started, busy = time.perf_counter(), time.process_time()
     stored = stored_tree(store, names)
-    seconds = time.perf_counter() - started
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-print(seconds, peak, stored.source.tokens_read, len(stored.tree.nodes))
+    seconds, busy = time.perf_counter() - started, time.process_time() - busy
+    peak = (kilobytes("VmHWM") - before) / 1024
+print(seconds, peak, stored.source.tokens_read, len(stored.tree.nodes), busy)
 """
 
 
 def measure_tree(folder: Path, record: Record) -> None:
     """store.tree_seconds and .tree_peak_mb: eight trajectories of 2,000,000 tokens, late branches, different turn borders."""
-    path, length = folder / "tree.sqlite", 2_000_000
-    with hurried(path) as store:
+    path = folder / "tree.sqlite"
+    if not path.exists():
+        _write_tree(path, 2_000_000)
+    found = []
+    for _ in range(7):  # fresh processes
+        answer = subprocess.run([sys.executable, "-c", TREE, str(path)], check=True, capture_output=True, text=True).stdout
+        found.append([float(value) for value in answer.split()])
+    seconds, peak, tokens, nodes, busy = (statistics.median(column) for column in zip(*found, strict=True))
+    extra = {"tokens_read": int(tokens), "nodes": int(nodes), "seconds": [round(row[0], 3) for row in found]}
+    extra |= {"processor_seconds": round(busy, 3), "load": round(os.getloadavg()[0], 1)}
+    record("store.tree_seconds", seconds, "s", trials=len(found), extra=extra)
+    record("store.tree_peak_mb", peak, "MB", trials=len(found))
+
+
+def _write_tree(path: Path, length: int) -> None:
+    part = path.with_suffix(".part")
+    with hurried(part) as store:
         group = begin(store)
         for member in range(8):
-            trajectory, part = store.add_trajectory(group, member), 1_900_000 + 12_000 * member
-            tokens = np.concatenate([prose(part), np.roll(prose(length - part, part), member + 1)])
-            starts, position, turns = [], 0, 0
+            trajectory, shared = store.add_trajectory(group, member), length - 100_000 + 12_000 * member
+            tokens = np.concatenate([prose(shared), np.roll(prose(length - shared, shared), member + 1)])
+            position, turns = 0, 0
             while position < length:
                 stop = min(position + 1800 + 7 * member + 37 * turns % 300, length)
                 border = stop - (stop - position) // 10
                 turn = Turn(tokens[position:border], tokens[border:stop], np.zeros(stop - border, np.float32), 0)
                 store.append_turn(trajectory, turns, turn)
-                starts.append(position)
                 position, turns = stop, turns + 1
             store.finish_trajectory(trajectory, StopReason.ANSWERED, 1.0, {})
             assert turns >= 1000, turns
-    found = []
-    for _ in range(7):  # fresh processes
-        answer = subprocess.run([sys.executable, "-c", TREE, str(path)], check=True, capture_output=True, text=True).stdout
-        found.append([float(value) for value in answer.split()])
-    seconds, peak, tokens, nodes = (statistics.median(column) for column in zip(*found, strict=True))
-    extra = {"tokens_read": int(tokens), "nodes": int(nodes), "seconds": [round(row[0], 3) for row in found]}
-    record("store.tree_seconds", seconds, "s", trials=len(found), extra=extra)
-    record("store.tree_peak_mb", peak, "MB", trials=len(found))
+    part.rename(path)
 
 
 def measure_range(folder: Path, record: Record) -> None:
     """store.range_read_ms: 4,096 tokens at random places of 4,000,000."""
-    path = folder / "range.sqlite"
-    with hurried(path) as store:
-        trajectory = store.add_trajectory(begin(store), 0)
-        fill(store, trajectory, 2000)
+    path, trajectory = folder / "range.sqlite", "t1"
+    if not path.exists():
+        part = path.with_suffix(".part")
+        with hurried(part) as store:
+            fill(store, store.add_trajectory(begin(store), 0), 2000)
+        part.rename(path)
     milliseconds = []
     with Store.open(str(path)) as store:
         for start in np.random.default_rng(0).integers(0, 4_000_000 - 4096, 300):
@@ -198,7 +211,7 @@ def measure_range(folder: Path, record: Record) -> None:
         statistics.median(milliseconds),
         "ms",
         trials=len(milliseconds),
-        extra={"p99": round(float(np.percentile(milliseconds, 99)), 2)},
+        extra={"p99": round(float(np.percentile(milliseconds, 99)), 2), "load": round(os.getloadavg()[0], 1)},
     )
 
 
@@ -272,6 +285,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["append", "shared", "tree", "range", "peers"])
     parser.add_argument("--record", action="store_true", help="write the figures to docs/figures.json")
     parser.add_argument("--pairs", type=int, default=1000, help="pairs of appends")
+    parser.add_argument("--folder", type=Path, help="keep the stores of tree and range there, and use them again")
     arguments = parser.parse_args()
 
     def record(figure: str, value: float, unit: str, trials: int = 1, extra: dict | None = None) -> None:
@@ -281,11 +295,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="longstraw-storage-") as name:
         folder = Path(name)
+        kept = arguments.folder or folder
+        kept.mkdir(parents=True, exist_ok=True)
         parts = {
             "append": lambda: measure_append(folder, record, arguments.pairs),
             "shared": lambda: measure_shared(folder, record),
-            "tree": lambda: measure_tree(folder, record),
-            "range": lambda: measure_range(folder, record),
+            "tree": lambda: measure_tree(kept, record),
+            "range": lambda: measure_range(kept, record),
             "peers": lambda: measure_peers(folder, record),
         }
         for part in arguments.parts:
