@@ -1,6 +1,6 @@
 """Several GPUs of one host: the context-parallel update against the one-GPU update.
 
-    python benchmarks/context_parallel.py --nproc 2 [--stages parity,bfloat16,identical,scaling] [--record]
+    python benchmarks/context_parallel.py --nproc 2 [--stages parity,bfloat16,identical,scaling,fits] [--record]
 
 Stages, each of which appends its numbers to `--out` as soon as it has them:
 
@@ -9,6 +9,9 @@ Stages, each of which appends its numbers to `--out` as soon as it has them:
     identical   ten steps on two groups; the weights of all processes are compared bit by bit after each
     scaling     one update at 1,048,576 tokens on one GPU and on all: seconds by kind of run, peak memory, traffic, idle time.
                 `--one-gpu detached` leaves the one-GPU reverse pass out (six minutes); `none` leaves out the one-GPU run
+    fits        the largest context that fits, exact and detached: the peak grows in a straight line with the context, so it is
+                measured at two lengths, and the length at which it would reach 97 % of the GPU's memory is then run. What is run
+                is the end of the path: all states are there (copies of the first chunk's), and the last chunk is replayed
 
 Weights are random; LoRA r = 8 on all linear layers. NCCL on GPUs, gloo where there are none (to try the script out:
 `--model tiny --tokens 512 --context 4096 --chunk 256`).
@@ -39,6 +42,7 @@ from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.ranks import Layout, Ranks, join, leave
 from longstraw_agents.trainer.reduction import require_same, sum_gradients
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.state import Run
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
 from longstraw_agents.types import Group, Trajectory
 
@@ -163,8 +167,52 @@ def stage_scaling(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def stage_fits(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Largest context by memory; see the module's head."""
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 8.0
+    found: dict[str, Any] = {"memory_gib": round(total, 1)}
+    for gradient in ("exact", "detached"):
+        lengths = [options.fit_context, 2 * options.fit_context]
+        peaks = [end_of_path(options, gradient, ranks, length)["peak_gib"] for length in lengths]
+        slope = max((peaks[1] - peaks[0]) / (lengths[1] - lengths[0]), 1e-9)
+        largest = int(lengths[0] + (0.97 * total - peaks[0]) / slope) // options.chunk * options.chunk
+        found[gradient] = {"measured": dict(zip(lengths, peaks, strict=True)), "largest": largest}
+        if torch.cuda.is_available():
+            found[gradient] |= end_of_path(options, gradient, ranks, largest)
+        if ranks.number == 0:
+            print(gradient, json.dumps(found[gradient]), flush=True)
+    return found
+
+
+def end_of_path(options: argparse.Namespace, gradient: str, ranks: Ranks, length: int) -> dict[str, float]:
+    """Replay the last chunk of a path of `length` positions; seconds, and the highest peak of any process."""
+    model = build(options.model, torch.bfloat16)
+    engine = Engine(model, ReplayConfig(gradient, chunk=options.chunk, pack=options.pack), ranks)
+    vocabulary = CONFIGS[options.model]()[1].vocab_size
+    tree = segment(make_group(length - options.chunk + 1, options.chunk, 2, vocabulary).trajectories)  # whole chunks before the leaf
+    replay, root = engine.open(tree), tree.nodes[0]
+
+    def run() -> None:
+        stop = root.stop - 1
+        with engine.attached(), torch.no_grad():
+            engine.decode(root.tokens[None, : options.chunk], Run(0, options.chunk, 1, writes=True, gradient=False), replay.state)
+        replay.state.collect()
+        for layer in replay.state.layers:
+            first = layer.export(0, options.chunk)
+            for start in range(options.chunk, stop - options.chunk + 1, options.chunk):
+                layer.adopt(start, start + options.chunk, first)
+        leaf = tree.nodes[root.children[0]]
+        c = torch.ones(len(tree.entry_node), device=engine.device)
+        with engine.attached():
+            replay._replay_leaves([leaf], replay._slots(c), None, replay._new_scores(False))
+
+    _, measured = timed(run)
+    return measured | {"peak_gib": max(ranks.gather_objects(measured["peak_gib"]))}
+
+
 STAGES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     "parity": stage_parity, "bfloat16": stage_bfloat16, "identical": stage_identical, "scaling": stage_scaling,
+    "fits": stage_fits,
 }  # fmt: skip
 
 
@@ -217,6 +265,7 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=16384)
     parser.add_argument("--pack", type=int, default=4096)
+    parser.add_argument("--fit-context", type=int, default=524288)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
