@@ -189,7 +189,8 @@ def end_of_path(options: argparse.Namespace, gradient: str, ranks: Ranks, length
     model = build(options.model, torch.bfloat16)
     engine = Engine(model, ReplayConfig(gradient, chunk=options.chunk, pack=options.pack), ranks)
     vocabulary = CONFIGS[options.model]()[1].vocab_size
-    tree = segment(make_group(length - options.chunk + 1, options.chunk, 2, vocabulary).trajectories)  # whole chunks before the leaf
+    # The shared part's inputs are whole chunks: one token fewer than its tokens.
+    tree = segment(make_group(length - options.chunk + 1, options.chunk, 2, vocabulary).trajectories)
     replay, root = engine.open(tree), tree.nodes[0]
 
     def run() -> None:
