@@ -34,7 +34,7 @@ def test_a_run_from_the_frontier_equals_the_whole_run_bit_for_bit(name: str) -> 
     model = zoo.build(name, dtype=torch.float64)
     engine = Engine(model)
     ids = np.random.default_rng(0).integers(3, zoo.VOCABULARY, (1, 140))
-    for layer in range(1, len(model.get_decoder().layers) + 1):
+    for layer in range(1, len(model.get_decoder().layers) + 1, 2):  # the others: test_recapture
         freeze_below(model, layer)
         frontier = engine.frontier
         whole, part = make_state(model, 140), make_state(model, 140)
