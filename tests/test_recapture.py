@@ -98,6 +98,19 @@ def test_frontier_equals_full_bit_for_bit_in_state_and_next_gradient(name: str) 
             assert counted["from_frontier"] == ROOT - 1 and counted["whole"] == 0
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_reverse_pass_stops_at_the_frontier(kept: bool) -> None:
+    """With a recurrent model, whose states are leaves that could draw gradients through every layer."""
+    model = zoo.build("qwen3_5")
+    freeze_below(model, 3)
+    engine = Engine(model, CONFIG)
+    reached: set[int] = set()
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.register_full_backward_pre_hook(lambda *_, index=index: reached.add(index))
+    run(engine, group(loss_in_root=True), Recapture.of(engine, ShelfConfig()) if kept else None)
+    assert reached == {3, 4}
+
+
 def test_steps_that_change_nothing_refresh_nothing() -> None:
     model = zoo.build("qwen3_5")
     engine = Engine(model, CONFIG)
