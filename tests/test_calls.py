@@ -1,0 +1,47 @@
+"""The learning experiments' environment: its solver earns everything, and the tiny model's tasks are what they say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.calls import ENV_ID, call_of  # noqa: E402
+
+from longstraw_agents.envs.lookup import HELDOUT_ITEMS, TRAIN_ITEMS  # noqa: E402
+
+
+@pytest.mark.parametrize("questions", [1, 5])
+def test_the_solver_answers_every_question(questions: int) -> None:
+    env = gymnasium.make(ENV_ID)
+    for seed in range(5):
+        env.reset(seed=seed, options={"split": "train", "questions": questions})
+        actions, total, ended = list(env.unwrapped.solver()), 0.0, False
+        assert len(actions) == questions
+        for action in actions:
+            assert not ended
+            _, reward, terminated, truncated, info = env.step(action)
+            total, ended = total + reward, terminated or truncated
+        assert ended and info["success"] and total == pytest.approx(1.3)
+
+
+def test_a_wrong_item_earns_the_call_alone_and_chatter_nothing() -> None:
+    env = gymnasium.make(ENV_ID)
+    for action, reward in ((call_of("nothing of the kind"), 0.3), ("hello", 0.0)):
+        env.reset(seed=0, options={"split": "train"})
+        assert env.step(action)[1] == pytest.approx(reward)
+
+
+def test_splits_share_no_item_unless_the_tiny_model_asks_for_few() -> None:
+    env = gymnasium.make(ENV_ID)
+    asked: dict[tuple[str, int], set[str]] = {}
+    for split in ("train", "heldout"):
+        for items in (0, 3):
+            for seed in range(30):
+                env.reset(seed=seed, options={"split": split, "items": items, "questions": 2})
+                asked.setdefault((split, items), set()).update(env.unwrapped.items)
+    assert asked["train", 0] <= set(TRAIN_ITEMS) and asked["heldout", 0] <= set(HELDOUT_ITEMS)
+    assert asked["train", 3] == asked["heldout", 3] == set(TRAIN_ITEMS[:3])
