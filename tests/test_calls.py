@@ -9,9 +9,8 @@ import gymnasium
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.calls import ENV_ID, call_of  # noqa: E402
-
-from longstraw_agents.envs.lookup import HELDOUT_ITEMS, TRAIN_ITEMS  # noqa: E402
+from benchmarks.calls import ENV_ID, call_of
+from longstraw_agents.envs.lookup import HELDOUT_ITEMS, TRAIN_ITEMS
 
 
 @pytest.mark.parametrize("questions", [1, 5])
