@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from test_loop import config, model_folder  # noqa: F401  fixtures: a tiny model, and a run of two updates on it
+from torch.distributed import HashStore
 
 from longstraw_agents import config as toml
 from longstraw_agents.errors import ConfigError, RankError
 from longstraw_agents.launch import launch
 from longstraw_agents.loop import RunConfig
 from longstraw_agents.storage import Store
+from longstraw_agents.trainer import watch
 from longstraw_agents.trainer.ranks import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +61,42 @@ def test_the_process_that_failed_is_named() -> None:
     script = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"
     with pytest.raises(RankError, match="process 1 of 3 was killed by SIGKILL"):
         launch([sys.executable, "-c", script], 3, grace=0.2)
+
+
+def test_the_watch_names_who_died_and_who_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    monkeypatch.setattr(watch, "DEAD_AFTER", 1.0)
+
+    class Told(watch.Watch):
+        verdict = ""
+
+        def _end(self, verdict: str) -> None:
+            self.verdict = verdict
+            self._left.set()
+
+    def pair(timeout: float) -> list[Told]:
+        store = HashStore()
+        both = [Told(store, number, 2, timeout) for number in range(2)]
+        for one in both:
+            one.phase = "replay"
+            one.start()
+        return both
+
+    first, second = pair(timeout=600)
+    second._left.set()  # it ends without a word
+    first.join(30)
+    assert "process 1 (last seen in phase 'replay') of 2 gave no sign of life" in first.verdict
+    first, second = pair(timeout=1.0)
+    first.entered, first.waiting = 7, True  # in an exchange that the other one does not come to
+    first.join(30)
+    second.join(30)
+    assert "process 1 (phase 'replay', 0 exchanges begun) of 2 hangs" in first.verdict
+    assert second._hung and not first._hung
+    first, second = pair(timeout=600)
+    second.leave()
+    first.join(1.5)
+    assert first.verdict == ""  # who leaves in good order is not missed
+    first.leave()
 
 
 def run_loop(file: Path, processes: int, trial: str | None = None) -> None:

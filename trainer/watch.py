@@ -38,9 +38,13 @@ class Watch(threading.Thread):
         self.entered, self.waiting, self.phase = 0, False, ""
 
     def run(self) -> None:
-        beat = 0
+        beat, last = 0, time.monotonic()
         while not self._left.is_set():
             beat += 1
+            if time.monotonic() - last > DEAD_AFTER / 2:  # this process itself was stopped: the others get their time again
+                self._seen.clear()
+                self._moved.clear()
+            last = time.monotonic()
             try:
                 self._say({"beat": beat, "entered": self.entered, "waiting": self.waiting, "phase": self.phase})
                 verdict = self._verdict()
