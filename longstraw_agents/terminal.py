@@ -121,7 +121,8 @@ class Terminal:
 
     def _print(self, text: str) -> None:
         if not self.quiet:
-            print(text, file=self.stream, flush=True)
+            click.echo(text, file=self.stream)  # leaves styles out where the stream is no terminal
+            self.stream.flush()
 
 
 class _Nowhere(io.StringIO):

@@ -56,6 +56,13 @@ def test_a_table_has_its_head_once_and_again_after_other_lines() -> None:
     assert lines == [["update", "reward"], ["1", "0.25"], ["2", "-"], ["a", "line"], ["update", "reward"], ["3", "1"]]
 
 
+def test_styles_reach_terminals_only() -> None:
+    log, screen = io.StringIO(), Screen()
+    for stream in (log, screen):
+        Terminal(stream).say("\x1b[2mfaint\x1b[0m")
+    assert log.getvalue() == "faint\n" and screen.getvalue() == "\x1b[2mfaint\x1b[0m\n"
+
+
 def test_a_silent_terminal_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal.silent()
     terminal.say("x")
