@@ -149,7 +149,8 @@ class Loop:
         self.tokenizer, self.renderer = tokenizer, ChatML(tokenizer)
         with self.phases("load"):
             self.policy = open_policy(
-                config.policy, self.model, self.renderer.stop_ids, version=self.trainer.version, adapter=self._adapter()
+                config.policy, self.model, self.renderer.stop_ids, version=self.trainer.version, adapter=self._adapter(),
+                kept=None if self.trainer.recapture is None else self.trainer.recapture.beginning,
             )
 
     def __enter__(self) -> Loop:

@@ -218,3 +218,22 @@ def test_one_session_is_sampled_once_at_a_time_and_refresh_waits() -> None:
 def test_a_request_needs_tokens() -> None:
     with pytest.raises(TokenError, match="nothing to sample from"):
         SampleRequest("s", np.empty(0, np.int32), 4, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_5"])
+def test_a_session_goes_on_from_what_the_trainer_keeps_of_the_same_weights(kind: str) -> None:
+    from longstraw_agents.trainer.recapture import Recapture
+    from longstraw_agents.trainer.replay import Engine, ReplayConfig
+    from longstraw_agents.trainer.shelf import ShelfConfig
+
+    model = build(kind)
+    recapture = Recapture.of(Engine(model, ReplayConfig(chunk=16)), ShelfConfig())
+    prompt = prompts()[0]
+    list(recapture.refresh(prompt[:-2], 16))
+    plain, helped = LocalPolicy(model, [STOP]), LocalPolicy(model, [STOP], kept=recapture.beginning)
+    expected, found = (asyncio.run(episodes(policy, [prompt], 2))[0] for policy in (plain, helped))
+    assert np.array_equal(expected[0], found[0]) and np.allclose(expected[1], found[1], atol=1e-4, equal_nan=True)
+    taken = 0 if kind == "qwen3_5" else len(prompt) - 2  # a recurrent state is no list of keys and values
+    assert helped.counters.shared == taken and helped.counters.input == plain.counters.input - taken
+    model.get_decoder().layers[0].self_attn.k_proj.weight.data.mul_(1.01) if kind != "qwen3_5" else None
+    assert recapture.beginning(prompt)[0] == 0

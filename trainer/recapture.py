@@ -98,6 +98,26 @@ class Recapture:
         """
         return Prefix(self, len(tokens)).refresh(tokens, chunk)
 
+    def beginning(self, tokens: TokenArray) -> tuple[int, list[dict[str, Tensor]]]:
+        """The longest kept beginning of `tokens` that is fresh, for a policy on the same weights to go on from.
+
+        Returns its length and each layer's keys and values [1, K, length, D]; length 0 where nothing is kept, or where some
+        layer keeps something else.
+        """
+        inputs = np.asarray(tokens, dtype=np.int32)
+        fresh, found, length = self.under(self.engine.stamps.stamps()), list[dict[str, Tensor]](), 0
+        for span in fresh.walk("", inputs, 0, len(inputs)):
+            tensors = fresh.tensors(span)
+            if tensors is None:
+                break
+            found.append(tensors)
+            length = span.stop
+        layers = len(fresh.stamps.states)
+        if not found or any({f"{layer}.keys", f"{layer}.values"} - found[0].keys() for layer in range(layers)):
+            return 0, []
+        join = lambda layer, name: torch.cat([tensors[f"{layer}.{name}"] for tensors in found], dim=2).to(self.engine.device)
+        return length, [{name: join(layer, name) for name in ("keys", "values")} for layer in range(layers)]
+
     def report(self) -> dict[str, Any]:
         """For a receipt: what happened since the last report, in tokens (evictions in items), and what is held now."""
         evicted = {f"evicted_{place}": self.shelf.evicted[place] for place in ("device", "host", "disk")}
@@ -242,6 +262,12 @@ class FreshStates:
         """Where a run of the span may start; None: at the embeddings."""
         self.require()
         return self._entry(self._read(span, "below")) if self._frontier > 0 else None
+
+    def tensors(self, span: Span) -> dict[str, Tensor] | None:
+        """All of a span's states by "layer.name", or None where not all of them are kept fresh."""
+        self.require()
+        below, above = self._read(span, "below"), self._read(span, "above")
+        return None if below is None or above is None else below | above
 
     # -- parts ----------------------------------------------------------------------------------------------------------
 

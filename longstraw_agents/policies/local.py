@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +27,9 @@ from longstraw_agents.errors import ConfigError, PolicyError
 from longstraw_agents.policies.sampling import Finish, Sample, SampleRequest, Sampling
 from longstraw_agents.policies.states import Segment, SerialRunner, runner_for, shared_length
 from longstraw_agents.types import TokenArray
+
+#: Tokens -> how many of them have kept states, and each layer's keys and values.
+Kept = Callable[[TokenArray], tuple[int, list[dict[str, torch.Tensor]]]]
 
 #: Below this, running shared tokens again is cheaper than waiting a step for another session to run them.
 _WORTH_WAITING = 16
@@ -91,11 +94,14 @@ class LocalPolicy:
         *,
         version: int = 0,
         config: LocalPolicyConfig = LocalPolicyConfig(),
+        kept: Kept | None = None,
     ) -> None:
-        """stop_ids: tokens that end an action, each included in it (a renderer's `stop_ids`)."""
+        """stop_ids: tokens that end an action, each included in it (a renderer's `stop_ids`). kept: states that a trainer of the
+        same model keeps (`Recapture.beginning`)."""
         self.version = version
         self.config = config
         self.counters = Counters()
+        self._kept = kept
         self._runner = runner_for(model)
         self._stop_ids = frozenset(stop_ids)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -199,7 +205,8 @@ class LocalPolicy:
             if max((shared_length(other, tokens[:-1]) for other in coming), default=0) >= length + _WORTH_WAITING:
                 return False
         if length == 0:
-            session.state = self._runner.new()
+            session.state, length = self._begin(tokens)
+            self.counters.shared += length
         elif donor is not session.state or length < len(donor.tokens):
             self.counters.shared += length if donor is not session.state else 0
             session.state = self._runner.fork(donor, length)
@@ -208,6 +215,12 @@ class LocalPolicy:
         self._sessions.move_to_end(job.request.session)
         job.session, job.pending = session, tokens[length:]
         return True
+
+    def _begin(self, tokens: TokenArray) -> tuple[Any, int]:
+        """A new state and its length: after what the trainer keeps of the tokens, where it has them under these weights."""
+        length, layers = (0, []) if self._kept is None else self._kept(tokens[:-1])
+        state = self._runner.take_over(tokens[:length], layers) if length else None
+        return (self._runner.new(), 0) if state is None else (state, length)
 
     def _usable(self, state: Any, tokens: TokenArray) -> int:
         # the last token is always run: its logits are needed

@@ -43,15 +43,18 @@ def open_policy(
     version: int,
     adapter: Path | None,
     name: str = "longstraw",
+    kept: Any = None,
 ) -> TrainedPolicy:
     """The policy over `model`, the trainer's; `adapter`: the folder that holds its adapter, None while it is untrained.
+
+    kept: states that the trainer keeps, for a local policy to go on from (`Recapture.beginning`).
 
     Raises ConfigError where the package that the kind needs is missing, or the model is not a PEFT model but the kind needs one.
     """
     if settings.kind == "local":
         from longstraw_agents.policies.local import LocalPolicy
 
-        return LocalPolicy(model, stop_ids, version=version)
+        return LocalPolicy(model, stop_ids, version=version, kept=kept)
     if not hasattr(model, "peft_config"):
         raise ConfigError(f"policy kind {settings.kind!r} is given adapters, but the model has none; set model.adapter")
     policy = _vllm(settings, model, stop_ids) if settings.kind == "vllm" else _server(settings, stop_ids, name)

@@ -17,7 +17,7 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,6 +57,10 @@ class StateRunner(Protocol):
         ...
 
     def fork(self, state: Any, length: int) -> Any: ...
+
+    def take_over(self, tokens: TokenArray, layers: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+        """A state after `tokens` [L] from each layer's "keys" and "values" [1, K, L, D]; None where it needs more than those."""
+        ...
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Extend each state by its segment and give back the logits [segments, V] after each segment's last token."""
@@ -137,6 +141,13 @@ class PackedRunner:
             copied.keys[layer] = _grown(key, key, length, length)
             copied.values[layer] = _grown(state.values[layer], state.values[layer], length, length)
         return copied
+
+    def take_over(self, tokens: TokenArray, layers: Sequence[Mapping[str, torch.Tensor]]) -> KeyValueState:
+        state, length = KeyValueState(tokens=tokens.copy()), len(tokens)
+        for index, layer in enumerate(layers):
+            state.keys[index] = _grown(layer["keys"][0], layer["keys"][0], length, length)
+            state.values[index] = _grown(layer["values"][0], layer["values"][0], length, length)
+        return state
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         device = self.model.device
@@ -221,6 +232,9 @@ class SerialRunner:
     def fork(self, state: CacheState, length: int) -> CacheState:
         assert length == len(state.tokens), "a recurrent state can't be cut"
         return CacheState(state.tokens.copy(), copy.deepcopy(state.cache))
+
+    def take_over(self, tokens: TokenArray, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        return None
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         return torch.stack([self._run_one(segment) for segment in segments])
