@@ -2,7 +2,8 @@
 
 Started by `longstraw_agents.launch`, as `python -m tests.parallel_worker OUTPUT JOBS LAYOUT` with both as JSON. Process 0 writes
 one JSON line per job to the file OUTPUT. A job is a `Case` (gradients against conventional training), or has a name under
-"job": steps (weights stay the same bits), bytes (state per process), traffic (bytes sent per replayed token).
+"job": steps (weights stay the same bits), bytes (state per process), traffic (bytes sent per replayed token), checkpoint (saved
+by all, read by one and by all).
 """
 
 from __future__ import annotations
@@ -148,7 +149,43 @@ def traffic(name: str, lengths: list[int], ranks: Ranks) -> dict[str, Any]:
     return {"bytes_per_token": per_token}
 
 
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {"steps": steps, "bytes": state_bytes, "traffic": traffic}
+def checkpoint(name: str, folder: str, ranks: Ranks) -> dict[str, Any]:
+    """Weights and moments written by these processes, read by one and by these again: the largest differences."""
+    trainer = one_step(name, ranks)
+    saved = Path(folder)
+    trainer.save(saved)
+    ranks.gather_objects(None)  # the files are there
+    alone = Trainer(zoo.build(name, seed=1), TrainerConfig())
+    alone.restore(saved)
+    again = Trainer(zoo.build(name, seed=1), TrainerConfig(), ranks=ranks)
+    again.restore(saved)
+    mine = dict(trainer.model.named_parameters())
+    read = dict(again.model.named_parameters())
+    gathered = {n: whole(n, p.data, ranks, trainer.sharded) for n, p in mine.items()}
+    worst = lambda pairs: max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return {
+        "again": worst((p, read[n]) for n, p in mine.items()),
+        "alone": worst((gathered[n], p) for n, p in alone.model.named_parameters()),
+        "moments": worst(
+            (trainer.stepper.optimizer.state[mine[n]]["exp_avg"], again.stepper.optimizer.state[read[n]]["exp_avg"])
+            for n in mine if mine[n] in trainer.stepper.optimizer.state
+        ),
+        "version": again.version,
+    }  # fmt: skip
+
+
+def one_step(name: str, ranks: Ranks) -> Trainer:
+    """A trainer after one update on one group."""
+    trainer = Trainer(zoo.build(name), TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2)), ranks=ranks)
+    members = deep_group(zoo.CONFIGS[name]()[1].vocab_size)
+    rewarded = tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(members))
+    trainer.update([Group("g", Task("zoo", 0), rewarded)])
+    return trainer
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "steps": steps, "bytes": state_bytes, "traffic": traffic, "checkpoint": checkpoint,
+}  # fmt: skip
 
 
 def main(output: str, jobs: str, layout: str) -> None:

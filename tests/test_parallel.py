@@ -43,10 +43,15 @@ def test_two_processes_share_tokens(tmp_path: Path) -> None:
         assert all(entry["sent_bytes"] for entry in found["ranks"])
 
 
-def test_two_processes_share_trees_or_experts(tmp_path: Path) -> None:
+def test_two_processes_share_trees(tmp_path: Path) -> None:
     assert all(found["worst"] < 1e-10 for found in run_cases(tmp_path, [{"name": "llama", "trees": 2}], dp=2))
-    (tmp_path / "results").unlink()
-    assert all(found["worst"] < 1e-10 for found in run_cases(tmp_path, [{"name": "qwen3_moe"}], ep=2))
+
+
+def test_two_processes_share_experts_and_their_checkpoint_is_whole(tmp_path: Path) -> None:
+    saving = {"job": "checkpoint", "name": "qwen3_moe", "folder": str(tmp_path / "saved")}
+    gradient, saved = run_cases(tmp_path, [{"name": "qwen3_moe"}, saving], ep=2)
+    assert gradient["worst"] < 1e-10
+    assert (saved["alone"], saved["again"], saved["moments"], saved["version"]) == (0, 0, 0, 1)
 
 
 def test_layouts_that_do_not_fit_are_refused() -> None:

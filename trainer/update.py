@@ -360,17 +360,15 @@ class Trainer:
 
 
 def _load_weights(model: nn.Module, directory: Path, own_part: Callable[[str, Tensor], Tensor]) -> None:
-    from safetensors.torch import load_file
-
     if not hasattr(model, "peft_config"):
-        weights: dict[str, Any] = {}
-        for path in sorted(directory.glob("model*.safetensors")):
-            weights |= {name: own_part(name, tensor) for name, tensor in load_file(path).items()}
-        result = model.load_state_dict(weights, strict=False)
+        # Through transformers: what its files name and how it stacks experts is its own affair.
+        stored = type(model).from_pretrained(directory, dtype=model.dtype).state_dict()  # type: ignore[attr-defined]
+        result = model.load_state_dict({name: own_part(name, tensor) for name, tensor in stored.items()}, strict=False)
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         missing = [name for name in result.missing_keys if name not in tied]
     else:
         from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
 
         result = set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
         missing = [name for name in result.missing_keys if "lora_" in name]
