@@ -3,13 +3,14 @@
     python benchmarks/recapture.py exact --record       frontier against full bit for bit, stale reads, every architecture
     python benchmarks/recapture.py cost --record        full, frontier at 25, 50 and 75 % of the depth, bounded
     python benchmarks/recapture.py extension --record   one per cent more tokens, against a stock cache and the same kernel
-    python benchmarks/recapture.py drift --record       a prefix over many steps with real gradients; docs/design/recapture.svg
+    python benchmarks/recapture.py drift --record       a prefix over many steps with real gradients
+    python benchmarks/recapture.py plot                 docs/design/recapture.svg, from what `drift` recorded last
 
 The model is SmolLM2-135M, or with `--random` its shape with random weights, in the given type. A CPU is timed in its own
 seconds of work, because other work on it should not count; a GPU by the clock. On a GPU:
 
-    PYTHONPATH=. python benchmarks/recapture.py drift --device cuda --dtype bfloat16 --tokens 16384 --chunk 2048 --steps 200 \
-        --exact-gradient --record
+    PYTHONPATH=. python benchmarks/recapture.py drift --device cuda --tokens 16384 --chunk 2048 --steps 200 --every 20 \
+        --exact-gradient --learning-rate 1e-5 --record
 
 Layers below the frontier are frozen. Above it adapters train (LoRA, rank 8, all linear layers), or where PEFT is not installed,
 or with `--whole`, all weights: then digesting them shows in the cost.
@@ -62,9 +63,11 @@ def build(arguments: Arguments) -> tuple[Any, np.ndarray]:
         model = LlamaForCausalLM(shape).to(dtype)
         ids = np.random.default_rng(0).integers(3, 49152, arguments.tokens + 4096)
     else:
-        from longstraw_agents.trainer.models import smollm2_folder
+        folder = arguments.model
+        if folder is None:
+            from longstraw_agents.trainer.models import smollm2_folder  # needs PEFT
 
-        folder = arguments.model or smollm2_folder()
+            folder = smollm2_folder()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*.py")])
         text = "\n".join(path.read_text() for path in files)[: 8 * (arguments.tokens + 4096)]
@@ -330,13 +333,14 @@ def report(arguments: Arguments, curve: list[dict[str, Any]], different: int, gr
         figures.record("recapture.bounded_kl", mean["drift"], "nats", trials=len(curve), extra=extra)
         figures.record("recapture.bounded_cosine", cosine, trials=len(curve))
         figures.record("recapture.bounded_over_random", over, trials=len(curve), extra={"mean_kl": mean})
-        plot(curve, ROOT / "docs" / "design" / "recapture.svg")
 
 
-def plot(curve: list[dict[str, Any]], path: Path) -> None:
+def plot(arguments: Arguments) -> None:
     """KL and cosine against steps."""
     import matplotlib.pyplot as plt
 
+    entry = next(entry for entry in figures.read() if entry["figure"] == "recapture.bounded_kl")
+    curve, path = entry["extra"]["curve"], ROOT / "docs" / "design" / "recapture.svg"
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.2))
     labels = {"drift": "refreshed by drift", "random": "refreshed at random", "stale": "never refreshed"}
     for panel, quantity in zip(panels, ("kl", "cosine"), strict=True):
@@ -353,7 +357,7 @@ def plot(curve: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("exact", "cost", "extension", "drift"))
+    parser.add_argument("part", choices=("exact", "cost", "extension", "drift", "plot"))
     parser.add_argument("--record", action="store_true", help="write what was found into docs/figures.json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -370,7 +374,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--exact-gradient", action="store_true", help="reverse through the prefix too, not only the branches")
     arguments = parser.parse_args()
-    {"exact": exact, "cost": cost, "extension": extension, "drift": drift}[arguments.part](arguments)
+    parts = {"exact": exact, "cost": cost, "extension": extension, "drift": drift, "plot": plot}
+    parts[arguments.part](arguments)
 
 
 if __name__ == "__main__":
