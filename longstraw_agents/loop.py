@@ -212,7 +212,10 @@ class Loop:
         if not scored:
             return None
         name, version, success = scored[best([success for _, _, success in scored])]
-        step = next((row.step for row in self.store.steps(self.run_id) if row.last_version == version), 0)
+        if version == 0 or _is_update(name):  # the name says it: no need to read every step's receipt
+            step = 0 if version == 0 else int(name.removeprefix("update "))
+        else:
+            step = next((row.step for row in self.store.steps(self.run_id) if row.last_version == version), 0)
         folder = str(step_folder(self.steps, step)) if step else None
         return {"evaluation": name, "success": success, "step": step, "folder": folder}
 
