@@ -89,6 +89,15 @@ def test_what_is_not_damaged_stays_usable(store: Store) -> None:
     assert np.array_equal(store.read_tokens("t2", 0, 4540), store.read_tokens("t1", 0, 4540))
 
 
+def test_a_swapped_blob_is_never_served(store: Store) -> None:
+    fill(store)
+    damage(store, DAMAGE["blob swapped"][0])
+    for read in (lambda: store.load_trajectory("t1"), lambda: store.turns("t1"), lambda: store.read_tokens("t1", 4510, 4511)):
+        with pytest.raises(CorruptionError, match="trajectory t1, turn 1"):
+            read()
+    assert len(store.read_tokens("t1", 0, 4500)) == 4500
+
+
 def test_gc_takes_only_what_nothing_needs(store: Store) -> None:
     run, group = begin(store)
     write(store, group, 0, [make_turn(0), make_turn(1, tool_calls=[ToolCall("a", {})], observation_source=b"x")])
