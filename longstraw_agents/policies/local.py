@@ -124,6 +124,7 @@ class LocalPolicy:
         return await job.future
 
     async def close_session(self, session: str) -> None:
+        """See Policy.close_session."""
         self._sessions.pop(session, None)
 
     def refresh(self, version: int, adapter: Path | None = None) -> None:
@@ -133,6 +134,7 @@ class LocalPolicy:
 
     def pause(self) -> None:
         """Drop every state, so that the trainer has their memory. Not while anything is being sampled."""
+        self._drop_cancelled()
         if self._active or self._waiting:
             raise PolicyError("the weights changed while actions were being sampled; await all samples before an update")
         self._sessions.clear()
