@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longstraw_agents import figures
+from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer import comparison, conventional, kernels
-from longstraw_agents.trainer.loss import LossConfig, coefficients, make_batch
+from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.receipt import Receipt
-from longstraw_agents.trainer.replay import ReplayConfig
+from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
 from longstraw_agents.types import Group, StopReason, Task, Trajectory
 
@@ -83,14 +84,15 @@ def build(name: str, dtype: torch.dtype, weights: Path | None = None) -> nn.Modu
     return model.eval()
 
 
-def make_group(prompt: int, response: int, size: int, vocabulary: int) -> Group:
-    """`size` trajectories of `prompt` shared tokens and `response` sampled ones; rewards alternate."""
+def make_group(prompt: int, response: int, size: int, vocabulary: int, text: np.ndarray | None = None) -> Group:
+    """`size` trajectories of `prompt` shared tokens and `response` own ones, random or cut from `text`; rewards alternate."""
     random = np.random.default_rng(0)
-    shared = random.integers(10, vocabulary, prompt)
+    pick = lambda first, count: random.integers(10, vocabulary, count) if text is None else text[first : first + count]
+    shared = pick(0, prompt)
     mask = np.r_[np.zeros(prompt, bool), np.ones(response, bool)]
     members = []
     for index in range(size):
-        tokens = np.r_[shared, random.integers(10, vocabulary, response)].astype(np.int32)
+        tokens = np.r_[shared, pick(prompt + index * response, response)].astype(np.int32)
         members.append(
             Trajectory(
                 str(index), tokens, mask, np.where(mask, -10.0, np.nan).astype(np.float32),
@@ -227,39 +229,48 @@ def timed_once(work: Callable[[], Any]) -> float:
 
 
 def stage_exactness(options: argparse.Namespace) -> dict[str, Any]:
-    """Relative error of the whole LoRA gradient against conventional float32, ours and conventional's own, in bfloat16."""
+    """Relative error of the whole LoRA gradient against conventional float32, ours and conventional's own, in bfloat16.
+
+    The gradient is that of the mean log-probability of two responses: with real weights, of real text (Python's own help
+    texts), because far from its data a model's gradient is mostly rounding in any bfloat16 arithmetic.
+    """
     found: dict[str, Any] = {}
     for name in options.exactness_models.split(","):
         weights = options.smollm2 if name == "smollm2_135m" else None
-        group = make_group(options.exactness_tokens - 256, 256, 2, CONFIGS[name]()[1].vocab_size)
-        advantages = [np.full(256, -1.0 if i % 2 == 0 else 1.0) for i in range(2)]
-
-        def coefficient_loss(logp: Tensor, group: Group = group, advantages: list[Any] = advantages) -> Tensor:
-            c = coefficients(LossConfig(mismatch_cap=None), logp.detach(), make_batch([(group, advantages)], logp.detach()))
-            return (logp * c.logp).sum()
+        group = make_group(options.exactness_tokens - 256, 256, 2, CONFIGS[name]()[1].vocab_size, text_ids(weights))
+        tree = segment(group.trajectories)
+        c = torch.full((len(tree.entry_node),), 1 / len(tree.entry_node), device=DEVICE)
 
         def theirs(dtype: torch.dtype, name: str = name, weights: Any = weights, group: Group = group) -> dict[str, Tensor]:
             model = build(name, dtype, weights)
             if dtype == torch.float32:
                 model.get_base_model().config.get_text_config()._attn_implementation = in_float32()
-            conventional.backward(model, group.trajectories, coefficient_loss, in_series=True, checkpointing=True)
+            mean = lambda logp: logp.mean()
+            conventional.backward(model, group.trajectories, mean, in_series=True, checkpointing=True)
             return {n: g.float() for n, g in comparison.gradients(model).items()}
 
         reference, low = theirs(torch.float32), theirs(torch.bfloat16)
         entry: dict[str, Any] = {"tokens": options.exactness_tokens, "conventional": _difference(low, reference)}
         for gradient in ("exact", "detached"):
             model = build(name, torch.bfloat16, weights)
-            subject = trainer(model, gradient, options.chunk, options.pack, score=False)
-            subject.stepper.step = lambda: 0.0  # type: ignore[method-assign]  # keep the gradients
-            subject.update([group])
-            scale = float(np.std([0.0, 1.0], ddof=1)) * 2  # the loss above has advantages of -1 and 1
-            ours = {n: g.float() * scale for n, g in comparison.gradients(model).items()}
-            entry[gradient] = _difference(ours, reference)
-            del model, subject, ours
+            Engine(model, ReplayConfig(gradient, chunk=options.chunk, pack=options.pack)).open(tree).backward(c)
+            entry[gradient] = _difference({n: g.float() for n, g in comparison.gradients(model).items()}, reference)
+            del model
             gc.collect()
         entry["over_conventional"] = entry["exact"]["global"] / entry["conventional"]["global"]
         found[name] = entry
+        print(json.dumps({name: entry}), flush=True)
     return found
+
+
+def text_ids(weights: Path | None) -> np.ndarray | None:
+    """Token ids of Python's help texts, which come with it; None without a tokenizer."""
+    if weights is None:
+        return None
+    from pydoc_data import topics
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
+    return np.asarray(tokenizer("\n\n".join(topics.topics[key] for key in sorted(topics.topics)))["input_ids"])
 
 
 def _difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
@@ -347,30 +358,34 @@ STAGES = {
 
 
 def record(found: dict[str, Any]) -> None:
-    """Write the figures of the stages that ran."""
+    """Write the figures of the stages that ran, here or where the result file comes from."""
     name = found["device"]
+
+    def write(figure: str, value: float, unit: str, trials: int | None = None, extra: dict[str, Any] | None = None) -> None:
+        figures.record(figure, value, unit, trials=trials, extra=extra, measured=found["provenance"])
+
     if "exactness" in found:
         models = {k: v for k, v in found["exactness"].items() if isinstance(v, dict)}
         worst = max(entry["over_conventional"] for entry in models.values())
-        figures.record("gpu.bfloat16_over_conventional", worst, "ratio", extra=models | {"device": name})
+        write("gpu.bfloat16_over_conventional", worst, "ratio", extra=models | {"device": name})
     for mode in ("detached", "exact"):
         for label, suffix in (("default", ""), ("same_kernel", "_same_kernel")):
             key = f"speedup_{mode}_{label}"
             if key in found.get("speed", {}):
                 trials = found["speed"][f"conventional_{label}"]["members_run"]
                 extra = {"device": name, "ours": found["speed"][mode], "theirs": found["speed"][f"conventional_{label}"]}
-                figures.record(f"gpu.update_speedup_{mode}{suffix}", found["speed"][key], "times", trials=trials, extra=extra)
+                write(f"gpu.update_speedup_{mode}{suffix}", found["speed"][key], "times", trials=trials, extra=extra)
     for size in (8, 32):
         if "memory" in found:
             value = found["memory"][f"g2_g{size}_percent"]
-            figures.record(f"gpu.peak_growth_g2_g{size}_percent", value, "%", extra=found["memory"] | {"device": name})
+            write(f"gpu.peak_growth_g2_g{size}_percent", value, "%", extra=found["memory"] | {"device": name})
     if "positions" in found:
         run = found["positions"]
         figure = f"gpu.positions_{run['gradient']}.{run['model']}"
-        figures.record(figure, run["context"], "positions", extra=run | {"device": name})
+        write(figure, run["context"], "positions", extra=run | {"device": name})
         if run["context"] == 2**20 and run["model"] == "smollm2_135m":
             fraction = run["capture_fraction_of_kernel_rate"]
-            figures.record("gpu.capture_fraction_of_kernel_rate", fraction, "fraction", extra={"device": name})
+            write("gpu.capture_fraction_of_kernel_rate", fraction, "fraction", extra={"device": name})
 
 
 def main() -> None:
@@ -391,11 +406,16 @@ def main() -> None:
     parser.add_argument("--exactness-models", default="smollm2_135m,hybrid_2b")
     parser.add_argument("--rate-queries", type=int, default=16384)
     parser.add_argument("--rate-keys", type=int, default=262144)
+    parser.add_argument("--from", dest="results", type=Path, help="run nothing: record the figures of this result file")
     parser.add_argument("--record", action="store_true", help="write the figures into docs/figures.json")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2's weights; without it they are random")
     options = parser.parse_args()
+    if options.results:
+        record(json.loads(options.results.read_text()))
+        return
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     found: dict[str, Any] = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__}
+    found["provenance"] = figures.provenance()
     for stage in options.stages.split(","):
         started = time.perf_counter()
         found[stage] = STAGES[stage](options) | {"stage_seconds": round(time.perf_counter() - started, 1)}

@@ -156,15 +156,18 @@ def record(
     trials: int | Sequence[float] | None = None,
     extra: Mapping[str, Any] | None = None,
     path: Path | None = None,
+    measured: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write one measurement into docs/figures.json, replacing an older one, and return the entry.
 
     `command` is what reproduces it (default: this process's command line); `trials` their number, or the single values;
-    `extra` is kept beside them under its own key (an interval, versions, shapes). Several processes may record at once.
+    `extra` is kept beside them under its own key (an interval, versions, shapes); `measured` is
+    the `provenance` of a result file that the benchmark wrote elsewhere. Several processes may record at once.
 
     Raises `ConfigError` for a figure that is not claimed and `NonFiniteError` for NaN or infinity.
     """
     bound = bound_of(figure)
+    origin = measured or provenance()
     if not math.isfinite(value):
         raise NonFiniteError(f"figure {figure} is {value}; a measurement must be finite: look at the check that made it")
     value = int(value) if isinstance(value, int) or float(value).is_integer() else float(f"{value:.6g}")
@@ -175,8 +178,8 @@ def record(
         "bound": bound,
         "holds": meets(value, bound),
         "command": command or _command_line(),
-        "machine": _machine(),
-        "commit": _commit(),
+        "machine": origin["machine"],
+        "commit": origin["commit"],
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "trials": list(trials) if isinstance(trials, Sequence) else trials,
     }
@@ -187,6 +190,11 @@ def record(
         entries = {old["figure"]: old for old in read(path)} | {figure: entry}
         _write(path, [entries[name] for name in sorted(entries)])
     return entry
+
+
+def provenance() -> dict[str, str]:
+    """The machine and the commit that a measurement made here and now stands for; benchmarks keep it in their result files."""
+    return {"machine": _machine(), "commit": _commit()}
 
 
 def read(path: Path | None = None) -> list[dict[str, Any]]:
