@@ -4,8 +4,8 @@ A group of 8 branches of 256 sampled tokens on a shared prompt of 2,000 (synthet
 what they say), SmolLM2-135M-Instruct with its real weights, LoRA r = 8 on all linear layers, float32, GRPO without KL.
 
     time      ours, exact: one `Trainer.update`. Conventional: transformers + PEFT, sdpa, no activation checkpointing, logits only
-              on loss positions, at the batch size that is fastest for it per member (1, 2 and 4 are tried; the whole batch is run
-              at the best). Both skip a scoring pass of their own (ratio 1 on the first step). Medians over `--repeats`.
+              on loss positions, at the batch size that is fastest for it per member (`--batch-sizes` are tried, the whole batch
+              is run at the best). Both skip a scoring pass of their own (ratio 1 on the first step). Medians over `--repeats`.
     memory    peak resident memory of one update in a fresh process, minus that process's peak before it, for G = 2 and G = 8
     inputs    how many inputs the shared node ran, for G = 2 and G = 8 (counted by the replay)
 
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,11 +86,11 @@ def conventional(model: torch.nn.Module, group: Group, batch_size: int) -> None:
         (logp * part).sum().backward()
 
 
-def measure_time(repeats: int) -> dict[str, float]:
+def measure_time(repeats: int, sizes: list[int]) -> dict[str, Any]:
     """Seconds of ours and of conventional training, alternating in one process, and how far the gradients differ."""
     model, group = make_model(), make_group(8)
     per_member = {}
-    for size in (1, 2, 4):
+    for size in sizes:
         started = time.perf_counter()
         conventional(model, Group("part", group.task, group.trajectories[:size]), size)
         per_member[size] = (time.perf_counter() - started) / size
@@ -104,7 +105,10 @@ def measure_time(repeats: int) -> dict[str, float]:
         trainer(model).update([group])
         ours.append(time.perf_counter() - started)
     print(f"conventional seconds per member by batch size: {per_member}")
-    return {"ours": statistics.median(ours), "conventional": statistics.median(theirs), "batch_size": best, "repeats": repeats}
+    return {
+        "ours": statistics.median(ours), "conventional": statistics.median(theirs), "batch_size": best,
+        "seconds_per_member": per_member, "repeats": repeats,
+    }  # fmt: skip
 
 
 def gradient_difference(size: int = 2) -> float:
@@ -144,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the figures into docs/figures.json")
     parser.add_argument("--only", choices=["time", "memory"])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2], help="conventional's; a member takes 5 GB")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", help="write all numbers to this file")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
@@ -154,16 +159,16 @@ def main() -> None:
     record = figures.record if options.record else lambda *args, **kwargs: None
     out: dict[str, object] = {}
     if options.only != "time":
-        runs = {size: [in_fresh_process(size) for _ in range(3)] for size in (2, 8)}
+        runs = {size: [in_fresh_process(size) for _ in range(options.repeats)] for size in (2, 8)}
         median = {size: statistics.median(run["mib"] for run in of) for size, of in runs.items()}
         ratio, inputs = median[8] / median[2], runs[8][0]["root_inputs"] / runs[2][0]["root_inputs"]
         print(f"peak above the model: G=2 {median[2]:.1f} MiB, G=8 {median[8]:.1f} MiB, ratio {ratio:.3f}; inputs ratio {inputs}")
-        record("main.peak_memory_ratio_g8_over_g2", ratio, "ratio", COMMAND, trials=3, extra={"mib": median})
-        record("main.root_inputs_run_ratio_g8_over_g2", inputs, "ratio", COMMAND, trials=3)
+        record("main.peak_memory_ratio_g8_over_g2", ratio, "ratio", COMMAND, trials=options.repeats, extra={"mib": median})
+        record("main.root_inputs_run_ratio_g8_over_g2", inputs, "ratio", COMMAND, trials=options.repeats)
         out["memory"] = runs
     if options.only != "memory":
         difference = gradient_difference()
-        times = measure_time(options.repeats)
+        times = measure_time(options.repeats, options.batch_sizes)
         speedup = times["conventional"] / times["ours"]
         print(f"ours {times['ours']:.1f} s, conventional {times['conventional']:.1f} s: {speedup:.2f} times; "
               f"gradients differ by {difference:.1e}")  # fmt: skip
