@@ -187,7 +187,8 @@ class Loop:
     def run(self) -> dict[str, Any]:
         """All updates that are left, with evaluations, or fewer where a guard stops; returns the report."""
         every = self.config.run.evaluate_every
-        self.evaluate("before")
+        if not self.done:
+            self.evaluate("before")
         while self.done < self.config.run.updates and not self.stops():
             self.collect()
             self.train()
@@ -261,12 +262,12 @@ class Loop:
         return receipt
 
     def evaluate(self, name: str, options: Mapping[str, Any] | None = None) -> dict[str, Score]:
-        """Evaluate the current weights on the held-out tasks, once per name: a second call reads the result from the store.
+        """Evaluate the current weights on the held-out tasks, once per name and version: a second call reads the stored result.
 
         `options` are added to the tasks' options, for controls.
         """
         for row in self.store.evaluations(self.run_id):
-            if row.name == name:
+            if (row.name, row.policy_version) == (name, self.trainer.version):
                 return {mode: Score.from_dict(values["score"]) for mode, values in row.metrics.items()}
         settings, scores, metrics = self.config.evaluate, {}, {}
         tasks = heldout_tasks(settings, self.config.tasks.env, {**self.config.tasks.options, **(options or {})})

@@ -19,14 +19,15 @@ def model_card(name: str, config: Mapping[str, Any], steps: Sequence[StepRow], e
         f"`{config['model']['name']}` trained on the environment `{tasks['env']}` with LongStraw Agents: "
         f"{len(steps)} updates of {tasks['groups']} tasks x {tasks['samples']} trajectories."
     )
-    lines += ["", "## Evaluation on held-out tasks", "", "| when | mode | success | 95 % interval | mean return | episodes |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines += ["", "## Evaluation on held-out tasks", ""]
+    lines.append("| when | version | mode | success | 95 % interval | mean return | episodes |")
+    lines.append("|---|---|---|---|---|---|---|")
     for row in evaluations:
         for mode, values in row.metrics.items():
             score = Score.from_dict(values["score"])
             low, high = score.success_interval
-            interval = f"{low:.1%} to {high:.1%}"
-            cells = (row.name, mode, f"{score.success:.1%}", interval, f"{score.mean_return:.3f}", score.episodes)
+            numbers = (f"{score.success:.1%}", f"{low:.1%} to {high:.1%}", f"{score.mean_return:.3f}", score.episodes)
+            cells = (row.name, row.policy_version, mode, *numbers)
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     lines += ["", "## Training", "", *_training(config, steps)]
     lines += ["", "## Settings", "", "```json", json.dumps(config, indent=1, sort_keys=True), "```", ""]

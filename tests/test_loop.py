@@ -195,7 +195,7 @@ def test_the_stored_configuration_is_the_one_in_the_folder(config: RunConfig) ->
 def test_a_merged_model_needs_no_peft_and_its_card_has_the_figures(config: RunConfig, tmp_path: Path) -> None:
     with Loop(config) as loop:
         loop.run()
-        scores = loop.evaluate("after")
+        scores, version = loop.evaluate("after"), loop.trainer.version
         ids = torch.arange(20)[None]
         with torch.no_grad():
             adapted = loop.model(ids).logits
@@ -207,7 +207,7 @@ def test_a_merged_model_needs_no_peft_and_its_card_has_the_figures(config: RunCo
         assert torch.allclose(plain(ids).logits, adapted, atol=1e-4)
     assert json.loads((tmp_path / "merge.json").read_text())["relative_logit_difference"] < 1e-5
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert f"| after | sampled | {scores['sampled'].success:.1%} |" in card and "gradient: exact" in card
+    assert f"| after | {version} | sampled | {scores['sampled'].success:.1%} |" in card and "gradient: exact" in card
     again = CliRunner().invoke(cli.main, ["merge", str(path), str(tmp_path / "merged")])
     assert again.exit_code == 1 and "not empty" in again.output
 
@@ -240,3 +240,14 @@ def test_a_run_hands_its_numbers_on(config: RunConfig) -> None:
     text = (config.run.folder / "metrics.prom").read_text()
     for name in ("collect_reward", "train_gradient_norm", "phases_replay_seconds", "evaluate_sampled_success"):
         assert f'longstraw_{name}{{run="run"}}' in text
+
+
+def test_a_longer_run_is_evaluated_anew_at_its_end_and_keeps_what_was_before(config: RunConfig) -> None:
+    with Loop(config) as loop:
+        before = loop.run()["evaluations"]["before"]
+        after = loop.trainer.version
+    with Loop(replace(config, run=replace(config.run, updates=3))) as loop:
+        report = loop.run()
+        versions = [(row.name, row.policy_version) for row in loop.store.evaluations(loop.run_id)]
+        assert versions == [("before", 0), ("after", after), ("after", loop.trainer.version)]
+        assert loop.trainer.version > after and report["evaluations"]["before"] == before
