@@ -263,6 +263,19 @@ def die_at(patched: pytest.MonkeyPatch, point: int) -> None:
     patched.setattr(Path, "unlink", dying(Path.unlink))
 
 
+def test_a_full_disk_costs_nothing_but_what_would_have_been_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shelf, "save_file", full)
+    engine = Engine(zoo.build("llama"), CONFIG)
+    recapture = Recapture.of(engine, ShelfConfig(host_bytes=0, disk_bytes=2**30, directory=str(tmp_path)))
+    for _ in range(2):
+        require_equal(run(engine, group(), recapture), run(engine, group(), None))
+    report = recapture.report()
+    assert report["evicted_disk"] > 0 and report["hit"] == 0 and report["bytes"]["disk"] == 0
+
+
 def test_a_trainer_with_kept_states_makes_the_same_steps_and_says_what_it_saved() -> None:
     """Two groups on one document, two steps an update, two updates: the same weights bit for bit, and less run."""
     document = np.random.default_rng(1).integers(3, zoo.VOCABULARY, 96).tolist()

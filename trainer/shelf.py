@@ -4,6 +4,7 @@ Idea: what lies under a key is read only by who asks with the stamps it was kept
 item lies in memory, on the accelerator or the host; the least recently used moves down when its place is full, and goes when no
 place is left. With a directory every item is also written to disk when it is kept, in one file that is whole or absent, so a
 process that is killed finds again what it had finished. A file is checked against its digest before anything of it is used.
+Several processes may use one directory: a file that another removed is captured again.
 
 Vocabulary
     item     named tensors that were kept together, with their stamps and a note of what they are
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -30,6 +32,8 @@ from torch import Tensor
 
 from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError
 from longstraw_agents.trainer.stamps import require_fresh, tensor_digest
+
+_LOG = logging.getLogger(__name__)
 
 Stamp = tuple[str, ...]
 _SUFFIX = ".state.safetensors"
@@ -174,7 +178,8 @@ class Shelf:
         """Take in what an earlier process finished; half-written files are removed, unreadable ones too."""
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f".writing-*{_SUFFIX}"):
-            path.unlink()
+            if not _another_lives(int(path.name.split("-")[1])):
+                path.unlink()
         for path in sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
             try:
                 with safe_open(path, framework="pt") as file:
@@ -191,11 +196,18 @@ class Shelf:
             return
         tensors = {name: tensor.cpu().contiguous() for name, tensor in item.tensors.items()}
         about = {"stamps": item.stamps, "note": item.note, "nbytes": item.nbytes, "digest": _digest(key, item.stamps, tensors)}
-        hidden = directory / f".writing-{key}{_SUFFIX}"
-        save_file(tensors, hidden, metadata={"about": json.dumps(about)})
-        _sync(hidden)
-        os.replace(hidden, directory / (key + _SUFFIX))
-        _sync(directory)
+        hidden = directory / f".writing-{os.getpid()}-{key}{_SUFFIX}"
+        try:
+            save_file(tensors, hidden, metadata={"about": json.dumps(about)})
+            _sync(hidden)
+            os.replace(hidden, directory / (key + _SUFFIX))
+            _sync(directory)
+        except (OSError, SafetensorError) as error:  # a full disk costs the next process time, this one nothing
+            _LOG.warning("a state was not kept on disk: %s", error)
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
+            self.evicted["disk"] += 1
+            return
         self._files[key] = _File(item.stamps, item.note, item.nbytes)
         while sum(file.nbytes for file in self._files.values()) > self.config.disk_bytes:
             oldest, _ = self._files.popitem(last=False)
@@ -225,6 +237,19 @@ def _digest(key: str, stamps: Stamp, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         total.update(name.encode() + tensor_digest(tensors[name]))
     return total.hexdigest()
+
+
+def _another_lives(process: int) -> bool:
+    """Whether a process that is not this one has this id: it may still be writing."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _sync(path: Path) -> None:
