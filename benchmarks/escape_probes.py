@@ -95,7 +95,7 @@ _CODE: dict[str, str] = {
     "change the root": "os.chroot({folder!r}); won()",
     "enter a user namespace": "won(libc.unshare(0x10000000) == 0)",
     "enter a mount namespace": "won(libc.unshare(0x00020000) == 0)",
-    "clone into a namespace": "call(56, 0x02000000 | 17, 0, 0, 0, 0)",
+    "clone into a namespace": "call(56, 0x10000000 | 17, 0, 0, 0, 0)",
     "join a host process's network": "won(libc.setns(os.open(f'/proc/{{pid}}/ns/net', 0), 0) == 0)",
     "open a file system context": "call(430, b'tmpfs', 0)",
     "detach a tree": "call(428, -100, b'/', 1)",

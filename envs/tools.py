@@ -251,8 +251,7 @@ def _call_in_process(call: Callable[[], Any], name: str, seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     if not box:
-        if thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Expired))
+        _stop(thread)
         raise ToolFault(f"{name} took longer than {seconds:g} s and was stopped")
     succeeded, value = box[0]
     if succeeded:
@@ -260,6 +259,15 @@ def _call_in_process(call: Callable[[], Any], name: str, seconds: float) -> Any:
     if isinstance(value, Exception):
         raise value
     raise ToolFault(f"{name} ended with {type(value).__name__}: {value}")
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Raise _Expired in the thread until it ends; give up on one that hangs in a system call after half a second."""
+    for _ in range(25):  # once is not enough: Python ignores exceptions in some places, as in a weak reference's callback
+        if thread.ident is None or not thread.is_alive():
+            return
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Expired))
+        thread.join(0.02)
 
 
 def _call_async(call: Callable[[], Any], name: str, seconds: float) -> Any:

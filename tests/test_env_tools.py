@@ -82,20 +82,33 @@ def spin() -> str:
 
 
 @tool(limits=ToolLimits(seconds=0.3))
+def cling() -> str:
+    """Swallow the first attempts to stop it."""
+    swallowed = 0
+    while True:
+        try:
+            time.sleep(0.001)
+        except BaseException:
+            swallowed += 1
+            if swallowed > 5:
+                raise
+
+
+@tool(limits=ToolLimits(seconds=0.3))
 async def wait() -> str:
     """Never return either."""
     await asyncio.sleep(100)
     return "?"
 
 
-@pytest.mark.parametrize("endless", [spin, wait])
+@pytest.mark.parametrize("endless", [spin, cling, wait])
 def test_time_is_bounded_and_the_thread_ends(endless):
     outcome = endless.run({})
     assert "longer than 0.3 s" in outcome.error and outcome.seconds < 1.3
     deadline = time.monotonic() + 2
-    while any(thread.name == "tool-spin" for thread in threading.enumerate()) and time.monotonic() < deadline:
+    while any(thread.name in ("tool-spin", "tool-cling") for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(thread.name == "tool-spin" for thread in threading.enumerate())
+    assert not any(thread.name in ("tool-spin", "tool-cling") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize(
