@@ -128,9 +128,10 @@ class TestInside:
         "probe",
         [
             "read a host file", "follow a link to the root", "make a hard link", "connect to a host port",
-            "kill the parent's helper", "connect to an abstract unix socket", "open a netlink socket", "open a vsock socket", "read an inherited descriptor",
-            "enter a user namespace", "clone into a namespace", "hold capabilities", "become another user", "add a key",
-            "attach shared memory of the host", "leave a process behind", "leave a file in the host's /dev/shm",
+            "kill the parent's helper", "connect to an abstract unix socket", "open a netlink socket", "open a vsock socket",
+            "read an inherited descriptor", "enter a user namespace", "clone into a namespace", "hold capabilities",
+            "become another user", "add a key", "attach shared memory of the host", "leave a process behind",
+            "leave a file in the host's /dev/shm",
         ],
     )  # fmt: skip
     def test_escapes(self, probe):
