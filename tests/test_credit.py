@@ -67,6 +67,13 @@ def test_what_the_total_has_beyond_its_turns_counts_with_the_last():
     assert by_turn(episodes, credit="turn", divide_by_deviation=False) == [[2.5, 2.0], [-2.5, -2.0]]
 
 
+def test_an_action_right_behind_another_belongs_to_its_own_turn():
+    """No observation between them: position 2 is the second turn's."""
+    one = make_trajectory([7, 1, 2], turn_ends=(2, 3), turn_rewards=(1.0, 0.0), reward=1.0)
+    two = make_trajectory([7, 3, 4], turn_ends=(2, 3), turn_rewards=(0.0, 3.0), reward=3.0)
+    assert by_turn([one, two], credit="turn", divide_by_deviation=False) == [[-1.0, -1.5], [1.0, 1.5]]
+
+
 def test_siblings_are_compared_at_the_fork_above_them():
     """Two first actions; the first of them forks again. Values: root 1/3, first action 1/2, second 0."""
     episodes = [episode([1, 2], reward=1.0), episode([1, 3], reward=0.0), episode([4, 5], reward=0.0)]
