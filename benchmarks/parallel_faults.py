@@ -3,7 +3,7 @@
     python benchmarks/parallel_faults.py [--trials "1 capture 1 kill,..."] [--record]
 
 A tiny model's groups are collected once. Each trial trains one update on a copy of that run in two processes, one of which dies
-("kill": SIGKILL) or stops for good ("hang", with a timeout of 8 s) when it enters a phase; then the same command runs again,
+("kill": SIGKILL) or stops for good ("hang", with a timeout of 20 s) when it enters a phase; then the same command runs again,
 with another number of processes in every second trial. What counts as a fault: the process is not named; there is not exactly
 one committed step of version 1; a group was used by no step, or the optimizer made more than one; with two processes again, the
 adapter is not bit for bit that of an undisturbed run.
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ from longstraw_agents.trainer.models import LoraSettings, ModelConfig  # noqa: E
 from longstraw_agents.trainer.ranks import Layout  # noqa: E402
 
 TRIALS = (
-    "1 capture 1 kill,1 replay 1 kill,1 reverse 1 kill,0 reverse 1 kill,1 step 1 kill,0 step 1 kill,0 checkpoint 1 kill,"
-    "0 commit 1 kill,1 checkpoint 1 kill,1 reverse 1 hang"
+    "1 capture 1 kill,1 replay 1 kill,1 reverse 1 kill,0 step 1 kill,0 checkpoint 1 kill,0 commit 1 kill,1 checkpoint 1 kill,"
+    "1 reverse 1 hang"
 )
-HANG_TIMEOUT = 8.0
+HANG_TIMEOUT = 20.0
 
 
 def train(file: Path, processes: int, trial: str | None = None) -> tuple[bool, str]:
@@ -51,7 +52,7 @@ def train(file: Path, processes: int, trial: str | None = None) -> tuple[bool, s
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     if trial is not None:
         environment["LONGSTRAW_TRIAL"] = trial
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=1200)
     return done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,17 +60,18 @@ def prepare(folder: Path, model: str) -> None:
     """A run with one update's groups collected and none trained on, and its configuration file."""
     config = RunConfig(
         run=RunSettings(folder=folder / "run", updates=1), tasks=TaskSettings(env="tests/Letters-v0", groups=2, samples=4),
-        model=ModelConfig(name=model, adapter=LoraSettings(rank=4)), parallel=Layout(timeout=HANG_TIMEOUT),
+        model=ModelConfig(name=model, adapter=LoraSettings(rank=4)), parallel=Layout(),
     )  # fmt: skip
     with Loop(config) as loop:
         loop.collect()
     (folder / "config.toml").write_text(toml.dump(config), encoding="utf-8")
 
 
-def copy_of(source: Path, target: Path) -> Path:
-    """The prepared run in another folder."""
+def copy_of(source: Path, target: Path, timeout: float = 300.0) -> Path:
+    """The prepared run in another folder, with another timeout."""
     shutil.copytree(source, target)
     text = (target / "config.toml").read_text(encoding="utf-8").replace(str(source / "run"), str(target / "run"))
+    text = text.replace("timeout = 300.0", f"timeout = {timeout}")
     (target / "config.toml").write_text(text, encoding="utf-8")
     return target / "config.toml"
 
@@ -100,33 +102,37 @@ def faults_of(trial: str, said: str, failed: bool, resumed: bool, now: dict[str,
     return [what for what, fine in checks.items() if not fine]
 
 
+def attempt(base: Path, number: int, trial: str, plain: str) -> dict[str, Any]:
+    """One trial and what came of it; every second one goes on in one process."""
+    folder, again = base / str(number), (2, 1)[number % 2]
+    file = copy_of(base / "source", folder, HANG_TIMEOUT if trial.endswith("hang") else 300.0)
+    started = time.monotonic()
+    fine, said = train(file, 2, trial)
+    seconds = time.monotonic() - started
+    committed = bool(outcome(folder)["steps"])  # the process died after the step was kept
+    resumed = committed or train(file, again)[0]
+    faults = faults_of(trial, said, not fine, resumed, outcome(folder), plain if committed or again == 2 else None)
+    found = {"trial": trial, "resumed_with": again, "seconds": round(seconds, 1), "faults": faults}
+    print(json.dumps(found), said[-2000:] if faults else "", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", default=TRIALS, help='comma-separated "RANK PHASE COUNT HOW" of tests/parallel_run.py')
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
-    total, seen = 0, []
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        model = letters.make_model(base / "model")
         (base / "source").mkdir()
-        prepare(base / "source", model)
+        prepare(base / "source", letters.make_model(base / "model"))
         train(copy_of(base / "source", base / "plain"), 2)
         plain = outcome(base / "plain")["adapter"]
-        for number, trial in enumerate(options.trials.split(",")):
-            folder, again = base / str(number), (2, 1)[number % 2]
-            file = copy_of(base / "source", folder)
-            started = time.monotonic()
-            fine, said = train(file, 2, trial)
-            seconds = time.monotonic() - started
-            committed = bool(outcome(folder)["steps"])  # the process died after the step was kept
-            resumed = committed or train(file, again)[0]
-            faults = faults_of(trial, said, not fine, resumed, outcome(folder), plain if committed or again == 2 else None)
-            total += len(faults)
-            seen.append({"trial": trial, "resumed_with": again, "seconds": round(seconds, 1), "faults": faults})
-            print(json.dumps(seen[-1]), flush=True)
-            if faults:
-                print(said[-2000:], flush=True)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            numbered = enumerate(options.trials.split(","))
+            seen = list(pool.map(lambda pair: attempt(base, *pair, plain), numbered))
+    total = sum(len(entry["faults"]) for entry in seen)
     if options.record:
         figures.record("parallel.applied_twice_or_lost", total, trials=len(seen), extra={"trials": seen})
 
