@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -69,9 +70,11 @@ def append_ratio(url: str, pairs: int) -> dict[str, float]:
     """Medians of `pairs` interleaved appends to a trajectory of 4,000,000 tokens and to trajectories of 4,000."""
     with Store.open(url) as store:
         assert store.database.sqlite is False or _synchronous(store) == 2, "synchronous must be FULL"
+        prepared = bool(store.runs())  # it holds the long trajectory already
         group = begin(store, size=pairs + 1)
-        long = store.add_trajectory(group, 0)
-        fill(store, long, 2000)
+        long = "t1" if prepared else store.add_trajectory(group, 0)
+        if not prepared:
+            fill(store, long, 2000)
         random = np.random.default_rng(0)
         seconds: dict[str, list[float]] = {"long": [], "short": []}
         for pair in range(pairs):
@@ -92,17 +95,32 @@ def _synchronous(store: Store) -> int:
         return connection.execute(text("PRAGMA synchronous")).scalar_one()
 
 
-def measure_append(folder: Path, record: Record, pairs: int) -> None:
+def measure_append(folder: Path, kept: Path, record: Record, pairs: int, databases: list[str]) -> None:
     """store.append_ratio.*"""
-    server = PostgreSQL()
-    try:
-        for name, url in (("sqlite", str(folder / "append.sqlite")), ("postgresql", server.url("append"))):
-            found = append_ratio(url, pairs)
-            print(f"append, {name}: {found['long_ms']:.2f} ms at 4,000,000 tokens, {found['short_ms']:.2f} ms at 4,000")
-            extra = {key: round(value, 3) for key, value in found.items()}
-            record(f"store.append_ratio.{name}", found["ratio"], "", trials=pairs, extra=extra)
-    finally:
-        server.close()
+    for name in databases:
+        server = PostgreSQL() if name == "postgresql" else None
+        try:
+            if server is None:
+                url = str(folder / "append.sqlite")
+                shutil.copy(_long(kept), url)
+            else:
+                url = server.url("append")
+            extra = {key: round(value, 3) for key, value in append_ratio(url, pairs).items()}
+            record(f"store.append_ratio.{name}", extra["ratio"], "", trials=pairs, extra=extra)
+        finally:
+            if server is not None:
+                server.close()
+
+
+def _long(kept: Path) -> Path:
+    """A store with one trajectory, t1, of 4,000,000 tokens."""
+    path = kept / "range.sqlite"
+    if not path.exists():
+        part = path.with_suffix(".part")
+        with hurried(part) as store:
+            fill(store, store.add_trajectory(begin(store), 0), 2000)
+        part.rename(path)
+    return path
 
 
 def measure_shared(folder: Path, record: Record) -> None:
@@ -193,12 +211,7 @@ def _write_tree(path: Path, length: int) -> None:
 
 def measure_range(folder: Path, record: Record) -> None:
     """store.range_read_ms: 4,096 tokens at random places of 4,000,000."""
-    path, trajectory = folder / "range.sqlite", "t1"
-    if not path.exists():
-        part = path.with_suffix(".part")
-        with hurried(part) as store:
-            fill(store, store.add_trajectory(begin(store), 0), 2000)
-        part.rename(path)
+    path, trajectory = _long(folder), "t1"
     milliseconds = []
     with Store.open(str(path)) as store:
         for start in np.random.default_rng(0).integers(0, 4_000_000 - 4096, 300):
@@ -285,6 +298,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["append", "shared", "tree", "range", "peers"])
     parser.add_argument("--record", action="store_true", help="write the figures to docs/figures.json")
     parser.add_argument("--pairs", type=int, default=1000, help="pairs of appends")
+    parser.add_argument("--databases", default="sqlite,postgresql", help="of append")
     parser.add_argument("--folder", type=Path, help="keep the stores of tree and range there, and use them again")
     arguments = parser.parse_args()
 
@@ -298,7 +312,7 @@ def main() -> None:
         kept = arguments.folder or folder
         kept.mkdir(parents=True, exist_ok=True)
         parts = {
-            "append": lambda: measure_append(folder, record, arguments.pairs),
+            "append": lambda: measure_append(folder, kept, record, arguments.pairs, arguments.databases.split(",")),
             "shared": lambda: measure_shared(folder, record),
             "tree": lambda: measure_tree(kept, record),
             "range": lambda: measure_range(kept, record),
