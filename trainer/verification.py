@@ -57,7 +57,7 @@ class VerifyConfig:
     chunk: inputs of a run; None takes about a third of `length`, so that chunks do not divide it.
     """
 
-    length: int = 512
+    length: int = 256
     branch: int = 48
     group: int = 4
     chunk: int | None = None

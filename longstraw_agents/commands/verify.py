@@ -15,7 +15,7 @@ from longstraw_agents.terminal import json_option, write_json
 
 @click.command()
 @click.option("--model", "name", required=True, help="A folder, a hub name, or smollm2-135m-instruct.")
-@click.option("--length", default=512, show_default=True, help="Tokens that all trajectories share.")
+@click.option("--length", default=256, show_default=True, help="Tokens that all trajectories share.")
 @click.option("--branch", default=48, show_default=True, help="Tokens of the longest branch.")
 @click.option("--group", default=4, show_default=True, help="Trajectories.")
 @click.option("--chunk", default=None, type=int, help="Inputs of one run [default: about a third of the length].")
