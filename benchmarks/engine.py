@@ -127,7 +127,10 @@ def loop(arguments: argparse.Namespace) -> None:
     if arguments.record:
         shape = {"updates": len(steps), "groups": arguments.groups, "samples": arguments.samples}
         extra = {**shape, "success": success, "by_update": differences, "vllm": _version()}
-        figures.record("collect.vllm_float32_logprob_difference", max(differences), trials=len(differences), extra=extra)
+        sizes = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("updates", "tasks", "groups", "samples"))
+        command = f"python benchmarks/engine.py loop {sizes} --record"  # the folder is whoever's
+        trials = len(differences)
+        figures.record("collect.vllm_float32_logprob_difference", max(differences), command=command, trials=trials, extra=extra)
 
 
 def _version() -> str:
