@@ -358,7 +358,7 @@ def main() -> None:
     """Runs the named trials, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trials", nargs="*", default=list(TRIALS))
-    parser.add_argument("--record", action="store_true", help="write the figures to docs/figures.json; only at full scale")
+    parser.add_argument("--record", action="store_true", help="write the figures and their numbers of trials")
     parser.add_argument("--scale", type=float, default=1.0, help="the part of the trials that is run")
     parser.add_argument("--inside", nargs=3, metavar=("MODE", "SETTING", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -377,8 +377,9 @@ def main() -> None:
         print(f"{figure}: {len(found)} faults in {trials} trials, {seconds:.0f} s, SQLite {sqlite3.sqlite_version}", flush=True)
         for fault in found[:20]:
             print(f"  {fault}")
-        if arguments.record and arguments.scale >= 1:
-            command = f"python benchmarks/storage_faults.py --record {name}"
+        if arguments.record:
+            scale = "" if arguments.scale == 1 else f" --scale {arguments.scale:g}"
+            command = f"python benchmarks/storage_faults.py --record{scale} {name}"
             figures.record(figure, len(found), "faults", command=command, trials=trials)
 
 
