@@ -8,6 +8,7 @@ gradient through a zero or a one hides mistakes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def _configs() -> dict[str, Callable[[], tuple[str, Any]]]:
             for part in parts:
                 settings.update(part)
             settings.update(changes)
-            return kind, getattr(transformers, config)(**settings)
+            return kind, getattr(transformers, config)(**copy.deepcopy(settings))  # a test may change what it was given
 
         return make
 
