@@ -22,7 +22,8 @@ def test_configurations_load(path: Path) -> None:
 
     settings = config.load(path, RunConfig)
     env = gymnasium.make(settings.tasks.env, disable_env_checker=True)
-    env.reset(seed=1, options={"split": "train", **settings.tasks.options})
+    observation, info = env.reset(seed=1, options={"split": "train", **settings.tasks.options})
+    assert observation and info["messages"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
