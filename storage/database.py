@@ -35,12 +35,14 @@ class StoreConfig:
     """How a store is used.
 
     retry_seconds: how long a write waits for a busy or restarting database before it gives up. quota_bytes: the most that the
-    database may take; None for no quota. reserve_bytes: disk space that writes leave free (SQLite only).
+    database may take; None for no quota. reserve_bytes: disk space that writes leave free (SQLite only). read_only: the database
+    itself refuses every write of this process.
     """
 
     retry_seconds: float = 120.0
     quota_bytes: int | None = None
     reserve_bytes: int = 64 * 2**20
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         if self.retry_seconds < 0 or self.reserve_bytes < 0:
@@ -64,7 +66,7 @@ class Database:
             if self.sqlite and self.path is None:
                 raise StoreError(f"a store needs a file, got {url!r}; give a path")
             self._prepare_path(create)
-            self.engine: Engine = create_engine(parsed, **({"connect_args": {"timeout": 60}} if self.sqlite else {}))
+            self.engine: Engine = create_engine(parsed, connect_args=_connect_args(self.sqlite, config.read_only))
         except (SQLAlchemyError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise StoreError(
                 f"cannot use the store {url!r}: {error}; give a path, sqlite:///PATH, or postgresql://USER@HOST/NAME "
@@ -74,6 +76,8 @@ class Database:
         if self.sqlite:
             event.listen(self.engine, "connect", _on_connect)
             event.listen(self.engine, "begin", _on_begin)
+            if config.read_only:
+                event.listen(self.engine, "connect", lambda connection, record: connection.execute("PRAGMA query_only=ON"))
 
     def _prepare_path(self, create: bool) -> None:
         if self.path is None:
@@ -197,6 +201,12 @@ def _is_transient(error: Exception) -> bool:
     if state in ("40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300") or state.startswith("08"):
         return True
     return not state and not name and type(cause).__module__.startswith("psycopg") and "connect" in str(cause).lower()
+
+
+def _connect_args(sqlite: bool, read_only: bool) -> dict[str, Any]:
+    if sqlite:
+        return {"timeout": 60}
+    return {"options": "-c default_transaction_read_only=on"} if read_only else {}
 
 
 def _on_connect(connection: sqlite3.Connection, record: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from sqlalchemy import Connection, Table, func, select
+from sqlalchemy import ColumnElement, Connection, Table, func, select
 
 from longstraw_agents.errors import CorruptionError, NotStoredError
 from longstraw_agents.storage import blobs
@@ -94,13 +94,17 @@ def _task(row: Row) -> Task:
 def groups(connection: Connection, run: int, run_id: str) -> list[GroupRow]:
     """All groups of a run, oldest first."""
     get(connection, RUNS, run, run_id)
+    return group_rows(connection, GROUPS.c.run_id == run)
+
+
+def group_rows(connection: Connection, where: ColumnElement[bool]) -> list[GroupRow]:
+    """The groups that meet `where`, a condition on their columns, oldest first."""
     rows = [
-        checked(GROUPS, row)
-        for row in connection.execute(select(GROUPS).where(GROUPS.c.run_id == run).order_by(GROUPS.c.id)).mappings()
+        checked(GROUPS, row) for row in connection.execute(select(GROUPS).where(where).order_by(GROUPS.c.id)).mappings()
     ]
-    tasks = select(TASKS).where(TASKS.c.id.in_(select(GROUPS.c.task_id).where(GROUPS.c.run_id == run)))
+    tasks = select(TASKS).where(TASKS.c.id.in_(select(GROUPS.c.task_id).where(where)))
     by_id = {row["id"]: _task(dict(row)) for row in connection.execute(tasks).mappings()}
-    used = select(STEP_GROUPS.c.group_id, STEP_GROUPS.c.step).where(STEP_GROUPS.c.run_id == run)
+    used = select(STEP_GROUPS.c.group_id, STEP_GROUPS.c.step).join(GROUPS, GROUPS.c.id == STEP_GROUPS.c.group_id).where(where)
     steps_of = {row[0]: row[1] for row in connection.execute(used)}
     finished = (
         select(
@@ -110,14 +114,14 @@ def groups(connection: Connection, run: int, run_id: str) -> list[GroupRow]:
             func.count(TRAJECTORIES.c.stop_reason),
         )
         .join(GROUPS, GROUPS.c.id == TRAJECTORIES.c.group_id)
-        .where(GROUPS.c.run_id == run)
+        .where(where)
         .group_by(TRAJECTORIES.c.group_id)
     )
     members = {row[0]: row[1] if row[2] == row[3] else -1 for row in connection.execute(finished)}
     return [
         GroupRow(
             f"g{row['id']}",
-            run_id,
+            f"r{row['run_id']}",
             by_id[row["task_id"]],
             row["size"],
             row["purpose"],
@@ -174,9 +178,10 @@ def groups_of_step(connection: Connection, run: int, step: int) -> list[int]:
     return list(connection.execute(query.order_by(STEP_GROUPS.c.position)).scalars())
 
 
-def steps(connection: Connection, run: int) -> list[StepRow]:
-    """All steps of a run, in order."""
-    rows = connection.execute(select(STEPS).where(STEPS.c.run_id == run).order_by(STEPS.c.step)).mappings().all()
+def steps(connection: Connection, run: int, *, first: int = 0, count: int | None = None) -> list[StepRow]:
+    """Steps of a run in order, from step `first` on, at most `count`."""
+    query = select(STEPS).where(STEPS.c.run_id == run, STEPS.c.step >= first).order_by(STEPS.c.step)
+    rows = connection.execute(query if count is None else query.limit(count)).mappings().all()
     return [_step(connection, checked(STEPS, row)) for row in rows]
 
 

@@ -197,27 +197,34 @@ def damaged_turn(name: str, turn: int | None, what: str) -> CorruptionError:
     return CorruptionError(f"trajectory {name}, turn {turn}: {what}; restore it from a copy, or delete its group")
 
 
-def read_turns(connection: Connection, lineage: Lineage) -> Iterator[StoredTurn]:
-    """The trajectory's turns in order, each checked against its digest; blobs are not read."""
-    position = 0
-    for stretch in lineage.stretches:
-        calls = _calls(connection, stretch)
-        spans = _span_names(connection, stretch)
-        turns = (TURNS.c.branch_id == stretch.branch_id, TURNS.c.turn >= stretch.first_turn, TURNS.c.turn < stretch.end_turn)
-        expected = stretch.first_turn
-        for found in connection.execute(select(TURNS).where(*turns).order_by(TURNS.c.turn)).mappings():
-            row = dict(found)
+def read_turns(connection: Connection, lineage: Lineage, first: int = 0, stop: int | None = None) -> Iterator[StoredTurn]:
+    """The trajectory's turns [first, stop) (to its end by default), each checked against its digest; blobs are not read."""
+    end = lineage.stretches[-1].end_turn if lineage.stretches else 0
+    stop = end if stop is None else min(stop, end)
+    position: int | None = 0 if first == 0 else None
+    for whole in lineage.stretches:
+        part = whole._replace(first_turn=max(whole.first_turn, first), end_turn=min(whole.end_turn, stop))
+        if part.first_turn >= part.end_turn:
+            continue
+        turns = (TURNS.c.branch_id == part.branch_id, TURNS.c.turn >= part.first_turn, TURNS.c.turn < part.end_turn)
+        rows = [dict(row) for row in connection.execute(select(TURNS).where(*turns).order_by(TURNS.c.turn)).mappings()]
+        if rows and part != whole:
+            part = part._replace(start=rows[0]["start"], stop=StoredTurn(rows[-1], (), ()).stop)
+        calls, spans = _calls(connection, part), _span_names(connection, part)
+        expected = part.first_turn
+        for row in rows:
             turn = StoredTurn(row, tuple(_within(spans, row)), calls.get(row["turn"], ()))
             digest = blobs.turn_digest(
                 **{name: row[name] for name in _DIGESTED},
                 spans=[names[1:] for names in turn.spans],
                 calls=[call["body"] for call in turn.calls],
             )
-            if row["turn"] != expected or row["start"] != position or digest != row["digest"] or row["calls"] != len(turn.calls):
+            gap = position is not None and row["start"] != position
+            if row["turn"] != expected or gap or digest != row["digest"] or row["calls"] != len(turn.calls):
                 raise damaged_turn(lineage.name, expected, "its rows do not fit its digest")
             expected, position = expected + 1, turn.stop
             yield turn
-        if expected != stretch.end_turn or position != stretch.stop:
+        if expected != part.end_turn or (part.end_turn == whole.end_turn and position != whole.stop):
             raise damaged_turn(lineage.name, expected, "its row is missing")
 
 

@@ -374,9 +374,11 @@ class Store:
 
         self.database.write(action)
 
-    def steps(self, run_id: str) -> list[StepRow]:
-        """All committed steps of a run, in order."""
-        return self.database.read(lambda connection: listing.steps(connection, listing.key_of("r", run_id)))
+    def steps(self, run_id: str, *, first: int = 0, count: int | None = None) -> list[StepRow]:
+        """Committed steps of a run in order, from step `first` on, at most `count`."""
+        return self.database.read(
+            lambda connection: listing.steps(connection, listing.key_of("r", run_id), first=first, count=count)
+        )
 
     def latest_step(self, run_id: str) -> StepRow | None:
         """The last committed step: where training resumes."""

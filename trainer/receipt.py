@@ -30,6 +30,8 @@ class Step:
 class Receipt:
     """See the module's head. Seconds and MiB by phase; inputs and seconds by kind of run; groups and why some were left out.
 
+    log_ratio: by trajectory, for each loss position, the log-probability under the weights that the last step began with, minus
+    the behaviour's (`credit.packed`).
     flips: decisions that recomputed chunks would have made otherwise: "routing" (tokens times layers; the recorded ones were
     used) and "selection" (queries times index layers; the recomputed ones were used). ranks: per process its peak MiB, bytes
     of state, bytes sent by kind of exchange, and seconds in exchanges and idle.
@@ -43,6 +45,7 @@ class Receipt:
     dropped: list[tuple[str, str, str]] = field(default_factory=list)
     masked: list[tuple[str, str, str]] = field(default_factory=list)
     credit: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)  # by trajectory: `credit.spans`
+    log_ratio: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     inputs: Counter[str] = field(default_factory=Counter)
     flips: Counter[str] = field(default_factory=Counter)

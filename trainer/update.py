@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
 from longstraw_agents.trainer.bounded import Bounded, BoundedConfig
-from longstraw_agents.trainer.credit import spans
+from longstraw_agents.trainer.credit import packed, spans
 from longstraw_agents.trainer.evidence import cite
 from longstraw_agents.trainer.experts import own_part, share_experts, whole
 from longstraw_agents.trainer.kernels import chosen
@@ -161,6 +162,7 @@ class Trainer:
         if skip_scores:
             batch = make_batch(prepared.kept, seen.logp, reference)
             found = coefficients(self.loss, seen.logp, batch, seen.entropy)
+        receipt.log_ratio = _log_ratios(seen.logp if skip_scores else now.logp, batch)
         with phases("step"), self.ranks.working("step"):
             self._apply(found, batch, receipt)
         return batch.old
@@ -390,6 +392,13 @@ def share_out(trees: Sequence[PrefixTree], ranks: Ranks) -> set[int]:
         if owner == ranks.rank("dp"):
             mine.add(index)
     return mine
+
+
+def _log_ratios(logp: Tensor, batch: LossBatch) -> dict[str, str]:
+    """By trajectory: log-probabilities minus the behaviour's, packed."""
+    gap = (logp - batch.behaviour).cpu().numpy()
+    of_each = np.split(gap, np.cumsum(batch.token_counts.cpu().numpy())[:-1])
+    return {name: packed(values) for name, values in zip(batch.trajectory_ids, of_each, strict=True)}
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
