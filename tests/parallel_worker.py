@@ -24,6 +24,7 @@ from longstraw_agents.trainer import comparison, conventional
 from longstraw_agents.trainer.experts import share_experts, whole
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.ranks import Layout, Ranks, join, leave
 from longstraw_agents.trainer.reduction import sum_gradients
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
@@ -44,6 +45,11 @@ class Case:
     pack: int = 200
     trees: int = 1
     score: bool = False
+    outputs: bool = False
+
+    def config(self) -> ReplayConfig:
+        """How trees are run."""
+        return ReplayConfig(self.gradient, chunk=self.chunk, pack=self.pack, placement=Placement(outputs=self.outputs))
 
 
 def reference(case: Case, groups: list[Any], c: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -54,7 +60,7 @@ def reference(case: Case, groups: list[Any], c: list[torch.Tensor]) -> tuple[dic
         if case.gradient == "exact":
             logps.append(conventional.backward(model, group, lambda values, part=part: (part * values).sum())[1])
         else:
-            replay = Engine(model, ReplayConfig(case.gradient, chunk=case.chunk, pack=case.pack)).open(segment(group))
+            replay = Engine(model, case.config()).open(segment(group))
             logps.append(replay.backward(part).logp)
     return comparison.gradients(model), torch.cat(logps)
 
@@ -65,7 +71,7 @@ def shared(
     """The same from all processes, with the bytes of state that this one held."""
     model = zoo.build(case.name, training=case.training, dtype=torch.float64)
     sharded = share_experts(model, ranks)
-    engine, mine, logps, held = Engine(model, ReplayConfig(case.gradient, case.chunk, case.pack), ranks), set(), [], {}
+    engine, logps, held = Engine(model, case.config(), ranks), [], {}
     mine = share_out(trees, ranks)
     for index, (tree, part) in enumerate(zip(trees, c, strict=True)):
         if index not in mine:

@@ -34,8 +34,8 @@ def test_two_processes_share_tokens(tmp_path: Path) -> None:
     cases = [
         {"name": "llama", "chunk": 50, "pack": 200, "score": True},
         {"name": "llama", "training": "lora", "gradient": "detached", "chunk": 64, "pack": 200},
-        {"name": "gemma3", "chunk": 33, "pack": 1},
-        {"name": "qwen3_5", "chunk": 65, "pack": 200},
+        {"name": "gemma3", "chunk": 33, "pack": 1, "outputs": True},
+        {"name": "qwen3_5", "chunk": 65, "pack": 200, "outputs": True},
         {"name": "glm_moe_dsa", "training": "lora", "chunk": 70, "pack": 200},
     ]
     for found in run_cases(tmp_path, cases, cp=2):

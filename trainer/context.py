@@ -168,13 +168,26 @@ class SharedAttentionState(AttentionState):
         before = self.owned.rows_before
         return replace(self.run, start=before(self.run.start), cut=before(self.run.cut))
 
+    @property
+    def own_rows(self) -> tuple[int, int]:
+        row = self.owned.rows_before(self.run.start)
+        return row, row + self.part.real
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """The kept output of this process's span, padding included: no gradient reaches it, and it sees no key."""
+        known = super().recall()
+        if known is None:
+            return None
+        missing = self.part.size - self.part.real
+        pad = torch.nn.functional.pad
+        return pad(known[0], (0, 0, 0, missing)), pad(known[1], (0, missing), value=torch.inf)
+
     def seeds(self) -> list[Seed]:
         part = self.part
         if self._own is None or self.run.rows != 1 or not part.real:
             return []
-        row = self.owned.rows_before(self.run.start)
         pairs = zip(self._own, (self.keys, self.values), strict=True)
-        taken = [(out, stack.take(row, row + part.real)) for out, stack in pairs]
+        taken = [(out, stack.take(*self.own_rows)) for out, stack in pairs]
         pad = (0, 0, 0, part.size - part.real)
         return [(out, torch.nn.functional.pad(grad, pad).to(out.dtype)) for out, grad in taken if grad is not None]
 
@@ -186,6 +199,7 @@ class SharedAttentionState(AttentionState):
         row = self.owned.write(start, self.context.part(stop - start))
         for name, stack in (("keys", self.keys), ("values", self.values)):
             stack.write(row, tensors[name], self.device)
+        self._kept.pop(start, None)
 
     def truncate(self, position: int) -> None:
         super().truncate(position)
@@ -241,8 +255,20 @@ class ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: SharedAttentionState, run: Run, prefix: Prefix, spec: Spec
     ) -> Tensor:
-        context = state.context
-        (q_all,) = context.gather_tokens(q)
+        known = state.recall()  # of this run: all processes kept it, or none
+        if known is None:
+            known = ContextAttention._attend(q, k, v, state, run, prefix, spec)
+            state.keep(*known)
+        ctx.save_for_backward(q, k, v, *known)
+        ctx.rest = (state, run, prefix, spec)
+        return known[0]
+
+    @staticmethod
+    def _attend(
+        q: Tensor, k: Tensor, v: Tensor, state: SharedAttentionState, run: Run, prefix: Prefix, spec: Spec
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of this process's queries, merged from all processes."""
+        (q_all,) = state.context.gather_tokens(q)
         B, H, T, _ = q_all.shape
         out = torch.zeros(B, H, T, v.shape[-1], dtype=wide(q.dtype), device=q.device)
         lse = torch.full((B, H, T), -torch.inf, dtype=wide(q.dtype), device=q.device)
@@ -250,11 +276,8 @@ class ContextAttention(torch.autograd.Function):
             at = slice(piece.first, piece.last)
             part = part_forward(q_all[:, :, at].contiguous(), piece.k, piece.v, piece.see, spec)
             out[:, :, at], lse[:, :, at] = merge(out[:, :, at], lse[:, :, at], *part)
-        merged, lse = context.merge_partials(out, lse)
-        merged = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, merged, lse)
-        ctx.rest = (state, run, prefix, spec)
-        return merged
+        merged, lse = state.context.merge_partials(out, lse)
+        return merged.to(q.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

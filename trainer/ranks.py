@@ -307,7 +307,7 @@ def leave(ranks: Ranks) -> None:
     if ranks.world == 1:
         return
     try:
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if ranks.device.type == "cuda" else None)
     except RuntimeError:
         return  # process 0 ended with an error of its own, which it has reported
     if ranks.watch is not None:

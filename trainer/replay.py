@@ -346,13 +346,10 @@ class TreeReplay:
     def _forward(self, group: Sequence[Node], first: int, last: int, run: Run, out: Scores | None) -> None:
         """One run without autograd; with `out`, its loss tokens are scored."""
         picks = self._picks(group, first, last) if out is not None else None
-        hidden = self._decode(group, first, last, self._ending(run, picks))
+        wanted = out is not None and _carries_loss(group, first, last)
+        hidden = self._decode(group, first, last, replace(run, hidden=wanted))
         self._score(hidden, picks, out)
         self.state.collect()
-
-    def _ending(self, run: Run, picks: _Picks | None) -> Run:
-        """Without loss tokens a run ends with the last layer's state; processes that share a run all go to the end."""
-        return replace(run, hidden=picks is not None or self.engine.context.size > 1)
 
     def _score(self, hidden: Tensor, picks: _Picks | None, out: Scores | None) -> None:
         if picks is not None and out is not None:
@@ -365,7 +362,9 @@ class TreeReplay:
         """One run with autograd: its loss tokens' c (and e) and its state's cotangent are the seeds."""
         picks = self._picks(group, first, last)
         with torch.enable_grad():
-            hidden = self._decode(group, first, last, self._ending(run, picks))
+            # Processes that share a run all go to its end: what their graphs exchange must be alike.
+            wanted = self.engine.context.size > 1 or picks is not None
+            hidden = self._decode(group, first, last, replace(run, hidden=wanted))
             picked = None if picks is None else hidden[picks.rows, picks.offsets]
         roots = self.state.seeds()
         if picks is not None and picked is not None:
@@ -523,3 +522,8 @@ class TreeReplay:
             self.counts[f"root_{kind}"] += inputs
         if len(group) > 1:
             self.counts["padding"] += inputs - sum(len(n.tokens) - 1 for n in group)
+
+
+def _carries_loss(group: Sequence[Node], first: int, last: int) -> bool:
+    """Whether a target at offsets [first, last) carries loss, whichever process owns it. If not, nobody needs hidden states."""
+    return any(np.diff(np.searchsorted(node.loss_targets, (first, last)))[0] > 0 for node in group)

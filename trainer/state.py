@@ -141,8 +141,9 @@ class AttentionState(LayerState):
     def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
         """Keep a capture's attention output for its reverse: computing it anew reads the whole prefix."""
         if self.outputs is not None and self.run.writes:
-            self.outputs[0].write(self.run.start, out_BHTE)
-            self.outputs[1].write(self.run.start, lse_BHT[..., None])
+            first, last = self.own_rows
+            self.outputs[0].write(first, out_BHTE[:, :, : last - first])
+            self.outputs[1].write(first, lse_BHT[:, :, : last - first, None])
             self._kept[self.run.start] = self.run.stop
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
@@ -150,8 +151,13 @@ class AttentionState(LayerState):
         run = self.run
         if self.outputs is None or not run.gradient or run.rows != 1 or self._kept.get(run.start) != run.stop:
             return None
-        out, lse = (stack.read(run.start, run.stop) for stack in self.outputs)
+        out, lse = (stack.read(*self.own_rows) for stack in self.outputs)
         return out, lse[..., 0].contiguous()
+
+    @property
+    def own_rows(self) -> tuple[int, int]:
+        """The rows of the stacks that the run's own tokens take."""
+        return self.run.start, self.run.stop
 
     def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the layer with the chunk's keys and values; gives them back alone (the prefix is read block by block)."""

@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import Store
 
 from longstraw_agents.launch import FOLLOWED, HUNG
 
-#: Seconds between beats, and seconds without one after which a process counts as dead.
-BEAT, DEAD_AFTER = 0.5, 10.0
+#: Seconds between beats, and seconds without one after which a process counts as dead. A kernel's compiler may keep the
+#: interpreter's lock, and with it this thread, for several seconds; a process that dies on this machine is seen by the launcher.
+BEAT, DEAD_AFTER = 0.5, 30.0
 
 
 class Watch(threading.Thread):
