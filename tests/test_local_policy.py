@@ -94,6 +94,19 @@ def test_recorded_logprobs_are_the_models_own(kind: str, stagger: bool) -> None:
     assert policy.counters.rerun == 0
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("stagger", [False, True])
+def test_sessions_that_attend_together_sample_what_each_samples_alone(kind: str, stagger: bool) -> None:
+    model = build(kind)
+    wanted = asyncio.run(episodes(LocalPolicy(model, [STOP]), prompts(), 4, stagger=stagger))
+    policy = LocalPolicy(model, [STOP])
+    policy._runner.together = True  # as on a GPU
+    for (tokens, behaviour), (again, there) in zip(wanted, asyncio.run(episodes(policy, prompts(), 4)), strict=True):
+        np.testing.assert_array_equal(tokens, again)
+        np.testing.assert_allclose(behaviour, there, atol=1e-4)
+    assert policy.counters.rerun == 0
+
+
 def test_no_token_is_run_that_another_session_has_run() -> None:
     policy = LocalPolicy(build("llama"), [STOP])
     prompt = prompts()[0]

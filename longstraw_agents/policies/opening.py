@@ -18,12 +18,14 @@ from longstraw_agents.policies.sampling import TrainedPolicy
 @dataclass(frozen=True)
 class PolicySettings:
     """kind: "local" (transformers, the trainer's own model), "vllm" (in this process), "server" (a vLLM server at `url`, which
-    serves `model`). max_tokens, memory_share and sleeping are vLLM's (see VLLMConfig); processed_logprobs is the server's."""
+    serves `model`). step_tokens is the local one's (see LocalPolicyConfig); max_tokens, memory_share and sleeping are vLLM's (see
+    VLLMConfig); processed_logprobs is the server's."""
 
     kind: Literal["local", "vllm", "server"] = "local"
     url: str = "http://127.0.0.1:8000/v1"
     model: str | None = None
     processed_logprobs: bool = False
+    step_tokens: int = 1024
     max_tokens: int = 8192
     memory_share: float | None = None
     sleeping: bool = False
@@ -31,6 +33,8 @@ class PolicySettings:
     def __post_init__(self) -> None:
         if self.kind not in ("local", "vllm", "server"):
             raise ConfigError(f'policy kind must be "local", "vllm" or "server", got {self.kind!r}')
+        if self.step_tokens < 1:
+            raise ConfigError(f"policy step_tokens must be at least 1, got {self.step_tokens}")
         if self.kind == "server" and not self.model:
             raise ConfigError("a policy of kind server needs `model`, the name that the server lists for the base model")
 
@@ -52,9 +56,10 @@ def open_policy(
     Raises ConfigError where the package that the kind needs is missing, or the model is not a PEFT model but the kind needs one.
     """
     if settings.kind == "local":
-        from longstraw_agents.policies.local import LocalPolicy
+        from longstraw_agents.policies.local import LocalPolicy, LocalPolicyConfig
 
-        return LocalPolicy(model, stop_ids, version=version, kept=kept)
+        config = LocalPolicyConfig(step_tokens=settings.step_tokens)
+        return LocalPolicy(model, stop_ids, version=version, config=config, kept=kept)
     if not hasattr(model, "peft_config"):
         raise ConfigError(f"policy kind {settings.kind!r} is given adapters, but the model has none; set model.adapter")
     policy = _vllm(settings, model, stop_ids) if settings.kind == "vllm" else _server(settings, stop_ids, name)

@@ -1,0 +1,176 @@
+"""The long arms of `learning.py`: an agent trained on trajectories of more than 100,000 tokens, and its control.
+
+Idea: the task is Documents with a text of 110,000 tokens, shared by a group's members, and several questions about it, one after
+the other. SmolLM2 was trained on 8,192 positions, so its rotary embedding is extended (YaRN, arXiv:2309.00071, factor 16) before
+anything is trained. A run has three stages, one loop and one optimizer:
+
+    warm    imitate solved tasks of 2,000 to 16,000 tokens, so that the agent knows the task and the new positions
+    shown   imitate solved tasks of the full length
+    own     learn from rewards of own trajectories of the full length
+
+Held-out success at the full length is measured after `warm` ("before") and at the end ("after"). The control, `truncated`, is
+the same run up to `warm`; then each trajectory that it trains on is cut to its last 8,192 tokens, as a trainer must do that can't
+hold more. It samples and is evaluated at the full length.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import documents
+from benchmarks.learning_arms import Arm, Progress, Watch
+from longstraw_agents.collection import CollectConfig
+from longstraw_agents.evaluation import EvaluateSettings, task_seed
+from longstraw_agents.loop import Loop, RunConfig, RunSettings, TaskSettings
+from longstraw_agents.policies.opening import PolicySettings
+from longstraw_agents.trainer.kernels import chosen
+from longstraw_agents.trainer.models import SMOLLM2, LoraSettings, ModelConfig, smollm2_folder
+from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.pages import Placement
+from longstraw_agents.trainer.replay import ReplayConfig
+from longstraw_agents.trainer.update import TrainerConfig
+from longstraw_agents.types import Group, Task
+
+ENV = f"benchmarks.documents:{documents.ENV_ID}"
+FACTOR = 16
+
+
+@dataclass(frozen=True)
+class Stage:
+    """updates: at most; until: the share of the arm's time after which it ends; chars: of the texts, taken in turn by task;
+    groups, questions: of an update and of a trajectory; imitate: solved tasks, else own ones."""
+
+    name: str
+    updates: int
+    until: float
+    chars: tuple[int, ...]
+    groups: int
+    questions: int
+    imitate: bool
+
+
+@dataclass(frozen=True)
+class LongScale:
+    """Sizes of the long experiment. limit: tokens that the control keeps of a trajectory; chunk: of the trainer."""
+
+    stages: tuple[Stage, ...]
+    chars: int
+    questions: int
+    samples: int
+    tasks: int
+    limit: int
+    chunk: int
+
+
+def scale_of(chars: int, warm: tuple[int, ...], updates: tuple[int, int, int], tasks: int, limit: int, chunk: int) -> LongScale:
+    """Three stages with so many updates each at most."""
+    stages = (
+        Stage("warm", updates[0], 0.40, warm, 4, 8, True),
+        Stage("shown", updates[1], 0.66, (chars,), 2, 8, True),
+        Stage("own", updates[2], 0.85, (chars,), 2, 4, False),
+    )
+    return LongScale(stages, chars, 4, 6, tasks, limit, chunk)
+
+
+SCALES = {
+    "full": scale_of(460_000, (8_000, 16_000, 32_000, 64_000), (40, 16, 8), 16, 8192, 8192),
+    "small": scale_of(1_500, (300, 600), (2, 1, 1), 2, 128, 128),
+}
+
+
+def extended(model: str, folder: Path, factor: int = FACTOR) -> Path:
+    """A folder with the model's files and a rotary embedding stretched by `factor`, its attention scaled as YaRN does."""
+    source = smollm2_folder() if model == SMOLLM2 else Path(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        link = folder / path.name
+        if path.name != "config.json" and not link.exists():
+            link.symlink_to(path.resolve())
+    config = json.loads((source / "config.json").read_text())
+    trained = config["max_position_embeddings"]
+    theta = config["rope_parameters"]["rope_theta"]
+    config["rope_parameters"] = {
+        "rope_type": "yarn", "rope_theta": theta, "factor": float(factor), "original_max_position_embeddings": trained
+    }  # fmt: skip
+    config["max_position_embeddings"] = trained * factor
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class StagedLoop(Loop):
+    """A loop whose tasks, and whether it imitates, follow its stage; with a limit it trains on the ends of trajectories alone."""
+
+    stage: Stage
+    limit: int | None = None
+
+    def tasks(self, update: int) -> list[Task]:
+        stage, base = self.stage, self.config.tasks
+        seeds = [task_seed(self.config.run.seed, update * 16 + index) for index in range(stage.groups)]
+        chars = [stage.chars[index % len(stage.chars)] for index in range(stage.groups)]
+        options = [{**base.options, "chars": size, "questions": stage.questions} for size in chars]
+        return [Task(base.env, seed, "train", of_task) for seed, of_task in zip(seeds, options, strict=True)]
+
+    def _imitates(self, update: int) -> bool:
+        return self.stage.imitate
+
+    def _update(self, update: int, groups: list[Group]) -> dict[str, object]:
+        return super()._update(update, groups if self.limit is None else [ending(group, self.limit) for group in groups])
+
+
+def ending(group: Group, limit: int) -> Group:
+    """The group with its trajectories cut, all at the same place, so that the shortest keeps its last `limit` tokens (or a few
+    more: what is kept begins with an observation)."""
+    start = max(0, min(len(trajectory.tokens) for trajectory in group.trajectories) - limit)
+    while any(trajectory.action_mask[start] for trajectory in group.trajectories):
+        start -= 1
+    cut = [
+        replace(
+            trajectory, tokens=trajectory.tokens[start:], action_mask=trajectory.action_mask[start:],
+            behaviour=trajectory.behaviour[start:], policy_version=trajectory.policy_version[start:],
+            turn_ends=tuple(end - start for end in trajectory.turn_ends),
+        )
+        for trajectory in group.trajectories
+    ]  # fmt: skip
+    return replace(group, trajectories=tuple(cut))
+
+
+def configuration(arm: Arm, sizes: LongScale) -> RunConfig:
+    """The run of both long arms."""
+    cuda = arm.device == "cuda"
+    return RunConfig(
+        run=RunSettings(name=arm.name, folder=arm.folder, updates=1000, seed=arm.seed, keep=1),
+        tasks=TaskSettings(ENV, {"facts": 16}, 2, sizes.samples),
+        model=ModelConfig(
+            str(extended(arm.model, arm.folder / "model")), "bfloat16" if cuda else "float32", arm.device,
+            LoraSettings(rank=16, alpha=32.0), arm.seed,
+        ),
+        policy=PolicySettings(step_tokens=8192),
+        collect=CollectConfig(max_action_tokens=24, max_trajectory_tokens=131_072, concurrency=12),
+        trainer=TrainerConfig(
+            replay=ReplayConfig(chunk=sizes.chunk, pack=4096, placement=Placement(outputs=True)),
+            optimizer=OptimizerConfig(learning_rate=1e-3),
+        ),
+        evaluate=EvaluateSettings(
+            tasks=sizes.tasks, samples=0, greedy=True, options={"chars": sizes.chars, "questions": sizes.questions}
+        ),
+    )  # fmt: skip
+
+
+def run_long(arm: Arm) -> None:
+    """A long arm: its stages, with an evaluation at the full length after the first and after the last."""
+    progress, sizes, began = Progress(arm), SCALES[arm.scale], time.time()
+    with StagedLoop(configuration(arm, sizes)) as loop:
+        progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)))
+        for stage in sizes.stages:
+            loop.stage = stage
+            loop.limit = sizes.limit if arm.kind == "truncated" and stage.name != "warm" else None
+            watch, done = Watch(loop, progress, began + stage.until * (arm.deadline - began)), loop.done
+            while loop.done < done + stage.updates and watch.has_time():
+                watch.update(stage=stage.name)
+            if stage.name == "warm":
+                watch.evaluate()
+        watch.evaluate("after")
+        progress.set(ended="updates", phases=loop.phases.as_dict(), kernels=chosen())
