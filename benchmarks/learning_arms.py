@@ -47,6 +47,7 @@ from longstraw_agents.warmstart import WarmStart
 
 GRADIENTS = ("exact", "detached", "conventional")
 ROOT = Path(__file__).resolve().parents[1]
+EVALUATION = 60.0  # seconds kept for the evaluation of what TRL trained
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,10 @@ class Watch:
             "updates",
             {
                 "update": loop.done, "reward": collected["reward"], "success": collected["success"],
-                "entropy": collected["entropy"], "degenerate": collected["degenerate"], "skipped": len(receipt["skipped"]), "loss": step.get("loss"),
+                "entropy": collected["entropy"], "degenerate": collected["degenerate"],
+                "skipped": len(receipt["skipped"]), "loss": step.get("loss"),
                 "norm": step.get("gradient_norm"), "metrics": step.get("metrics", {}), "tokens": receipt["tokens"],
-                "seconds": self.seconds, "sampled": self.sampled, "at": time.time(), **peaks, **more,
+                "seconds": self.seconds, "sampled": self.sampled, "phases": loop.phases.as_dict(), **peaks, **more,
             },
         )  # fmt: skip
 
@@ -243,10 +245,15 @@ class Watch:
                 "took": time.time() - began,
             },
         )  # fmt: skip
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # other arms share the GPU
 
 
 def run_trl(arm: Arm) -> None:
-    """The same tasks, samples, adapter and learning rate with TRL, in a process of its own; evaluated as ours is."""
+    """The same tasks, samples, adapter and learning rate with TRL, in a process of its own; evaluated as ours is.
+
+    $LONGSTRAW_TRL_PYTHON: the interpreter that has trl, where this one has not.
+    """
     progress, config = Progress(arm), configuration(arm)
     config = replace(config, run=replace(config.run, updates=0))
     folder, updates = arm.folder, arm.sizes.trl_updates
@@ -265,14 +272,15 @@ def run_trl(arm: Arm) -> None:
             "model": loop.model.base_model.model.config.name_or_path, "dtype": config.model.dtype, "device": arm.device,
             "adapter": str(folder / "first"), "out": str(folder / "last"), "seed": arm.seed, "updates": updates,
             "learning_rate": config.trainer.optimizer.learning_rate, "tasks": config.tasks.groups,
-            "samples": config.tasks.samples, "max_tokens": config.collect.max_action_tokens, "deadline": arm.deadline, "rows": rows,
+            "samples": config.tasks.samples, "max_tokens": config.collect.max_action_tokens,
+            "deadline": arm.deadline - EVALUATION, "rows": rows,
         }  # fmt: skip
         (folder / "trl.json").write_text(json.dumps(settings))
         if arm.device == "cuda":
             torch.cuda.empty_cache()
-        command = [sys.executable, str(ROOT / "benchmarks" / "trl_grpo.py"), str(folder / "trl.json")]
-        python = os.environ.get("LONGSTRAW_TRL_PYTHON")
-        subprocess.run([python or command[0], *command[1:]], check=True, env={**os.environ, "PYTHONPATH": _path(ROOT)})
+        python = os.environ.get("LONGSTRAW_TRL_PYTHON", sys.executable)
+        command = [python, str(ROOT / "benchmarks" / "trl_grpo.py"), str(folder / "trl.json")]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))})
         report = json.loads((folder / "last" / "report.json").read_text())
         progress.set(**report)
         load_adapter(loop.model, folder / "last")
@@ -282,7 +290,3 @@ def run_trl(arm: Arm) -> None:
         progress.values["evaluations"][-1] |= {"update": len(report["updates"]), "seconds": report["seconds"]}
         progress.set(ended="updates" if len(report["updates"]) == updates else "deadline")
 
-
-def _path(root: Path) -> str:
-    """The module path of a child process: the repository first, and what this process was given."""
-    return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
