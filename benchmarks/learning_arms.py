@@ -181,7 +181,7 @@ def run_arm(arm: Arm) -> None:
     with Loop(configuration(arm)) as loop:
         if arm.kind == "conventional":
             loop.trainer._open = lambda tree: ConventionalReplay(loop.model, tree)  # type: ignore[method-assign,assignment,return-value]
-        progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)), kernels=kernels.chosen())
+        progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)))
         watch = Watch(loop, progress, arm.deadline)
         last = arm.sizes.trl_updates if arm.kind == "ours" else arm.sizes.updates
         watch.evaluate()
@@ -189,15 +189,20 @@ def run_arm(arm: Arm) -> None:
             watch.update()
             if loop.done % arm.sizes.every == 0 or loop.done == last:
                 watch.evaluate()
-        progress.set(ended="updates" if loop.done == last else "deadline", phases=loop.phases.as_dict())
+        progress.set(ended="updates" if loop.done == last else "deadline", phases=loop.phases.as_dict(), kernels=kernels.chosen())
 
 
 class Watch:
     """A loop's updates and evaluations as rows of a progress file, and whether there is time for another."""
 
     def __init__(self, loop: Loop, progress: Progress, deadline: float) -> None:
-        self.loop, self.progress, self.deadline = loop, progress, deadline
-        self.sampled, self.seconds, self.longest = 0, 0.0, 0.0
+        self.loop, self.progress = loop, progress
+        self.sampled, self.seconds = 0, 0.0
+        self.begin(deadline)
+
+    def begin(self, deadline: float) -> None:
+        """Begin a stage that ends at a Unix time; its updates take as long as they take."""
+        self.deadline, self.longest = deadline, 0.0
 
     def has_time(self) -> bool:
         """Whether an update that takes as long as the longest so far ends before the deadline."""

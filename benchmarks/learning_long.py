@@ -190,13 +190,15 @@ def run_long(arm: Arm) -> None:
     progress, sizes, began = Progress(arm), SCALES[arm.scale], time.time()
     with StagedLoop(configuration(arm, sizes)) as loop:
         progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)))
+        watch = Watch(loop, progress, arm.deadline)
         for stage in sizes.stages:
             loop.stage = stage
             loop.limit = sizes.limit if arm.kind == "truncated" and stage.name != "warm" else None
-            watch, done = Watch(loop, progress, began + stage.until * (arm.deadline - began)), loop.done
+            watch.begin(began + stage.until * (arm.deadline - began))
+            done = loop.done
             while loop.done < done + stage.updates and watch.has_time():
                 watch.update(stage=stage.name)
             if stage.name == "warm":
-                watch.evaluate()
+                watch.evaluate("before")
         watch.evaluate("after")
         progress.set(ended="updates", phases=loop.phases.as_dict(), kernels=chosen())
