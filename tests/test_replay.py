@@ -8,7 +8,7 @@ import torch
 
 from longstraw_agents.errors import ModelError, NonFiniteError, StaleStateError, TokenError
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import attention, comparison, conventional, kernels
+from longstraw_agents.trainer import attention, comparison, conventional, kernels, state
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.types import StopReason, Trajectory
@@ -131,9 +131,14 @@ def test_refusals_name_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("gradient", ["exact", "detached"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_a_kernel_that_joins_prefix_and_chunk_gives_the_same_gradient(name: str, gradient: str, monkeypatch) -> None:
-    """A bottom-right kernel (as FlashAttention is) reads prefix and chunk in one buffer: same numbers as the merged parts."""
+@pytest.mark.parametrize(("name", "block"), [("llama", 2**18), ("llama", 31), ("mistral", 31), ("gemma3", 2**18)])
+def test_a_kernel_that_joins_prefix_and_chunk_gives_the_same_gradient(name: str, block: int, gradient: str, monkeypatch) -> None:
+    """A bottom-right kernel (as FlashAttention is) reads prefix and chunk in one buffer: same numbers as the merged parts.
+
+    So does its backward pass block by block, where the prefix has more than `block` positions.
+    """
+    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(state, "BLOCK", block)
 
     class Joining(kernels.CpuFlash):
         bottom_right = True

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.kernels import Kernel, choose
+from longstraw_agents.trainer.stack import BLOCK
 
 #: The name under which transformers models call `attention`.
 IMPLEMENTATION = "longstraw"
@@ -272,7 +273,7 @@ class PrefixAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         prefix, spec = ctx.prefix, ctx.spec
         here, dout = prefix.length, dout.contiguous()
-        if ctx.joined is not None:
+        if ctx.joined is not None and here + q.shape[2] <= BLOCK:
             dq, dk, dv = spec.kernel.backward(dout, q, *ctx.joined, out, lse, True, spec.scale)
             first = prefix.gradient_start()
             if first < here:

@@ -44,7 +44,7 @@ class SharedSparseState(SharedAttentionState, SparseState):
             self.index.write(self.owned.rows_before(self.run.start), own[:, None])
         return own
 
-    def select(self, indexer: Any, score: Callable[[], Tensor]) -> Tensor:
+    def select(self, indexer: Any, score: Callable[..., Tensor]) -> Tensor:
         run, part, count = self.run, self.part, indexer.index_topk
         rows, tokens = self.owned.rows_before(run.start), part.size * self.context.size
         step = max(1, ELEMENTS // (run.rows * tokens * indexer.n_heads))

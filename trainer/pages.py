@@ -46,6 +46,8 @@ class HostStack(Stack):
         super().__init__(capacity)
         self.page = page
         self._device = torch.device("cpu")
+        self._picked_PD: Tensor | None = None  # staged by `pick`
+        self._added_PD: Tensor | None = None  # the cotangent as `add_at` staged it
 
     def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
         self._device = new_1KTD.device if device is None else device
@@ -53,6 +55,7 @@ class HostStack(Stack):
             _, K, _, D = new_1KTD.shape
             self.values_PKD = self._pinned(self.capacity, K, D, dtype=new_1KTD.dtype)
         self._refuse_overflow(start, new_1KTD)
+        self._picked_PD = None
         self.values_PKD[start : start + new_1KTD.shape[2]].copy_(new_1KTD[0].transpose(0, 1).contiguous(), non_blocking=True)
 
     def write_at(self, positions_M: Tensor, new_1KMD: Tensor) -> None:
@@ -64,9 +67,20 @@ class HostStack(Stack):
         return super().read(start, stop)[0].transpose(0, 1).to(self._device, non_blocking=True).transpose(0, 1)[None]
 
     def pick(self, positions: Tensor, stop: int) -> Tensor:
-        return self.read(0, stop)[0, 0][positions]
+        """Stages all positions below `stop` until the next write or `release`."""
+        if self._picked_PD is None or len(self._picked_PD) < stop:
+            self._picked_PD = self.read(0, stop)[0, 0]
+        return self._picked_PD[positions]
+
+    def release(self) -> None:
+        self._picked_PD = None
+        if self._added_PD is not None:
+            assert self.cotangent_PKD is not None
+            self.cotangent_PKD[:, 0].copy_(self._added_PD, non_blocking=True)
+            self._added_PD = None
 
     def add(self, start: int, grad_1KSD: Tensor, cut: int) -> None:
+        self.release()
         cotangent = self._cotangent(cut)
         for first in range(0, grad_1KSD.shape[2], self.page):
             piece = grad_1KSD[0, :, first : first + self.page].transpose(0, 1)
@@ -75,12 +89,14 @@ class HostStack(Stack):
             held.copy_(held.to(self._device, non_blocking=True) + piece, non_blocking=True)
 
     def add_at(self, positions_M: Tensor, grad_MD: Tensor, cut: int) -> None:
+        """Stages the cotangent until `release`."""
         cotangent = self._cotangent(cut)
-        staged = cotangent[:, 0].to(self._device, non_blocking=True)
-        staged = staged.index_add(0, positions_M - self._base, grad_MD.to(staged.dtype))
-        cotangent[:, 0].copy_(staged, non_blocking=True)
+        if self._added_PD is None:
+            self._added_PD = cotangent[:, 0].to(self._device, non_blocking=True)
+        self._added_PD.index_add_(0, positions_M - self._base, grad_MD.to(self._added_PD.dtype))
 
     def take(self, start: int, stop: int) -> Tensor | None:
+        self.release()
         if self.cotangent_PKD is None or start < self._base:
             return None
         part = self.cotangent_PKD[start - self._base : stop - self._base]
@@ -93,7 +109,7 @@ class HostStack(Stack):
         if self.cotangent_PKD is None or cut < self._base:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # copies into the old cotangent may be under way
-            self._base = cut
+            self._base, self._added_PD = cut, None
             _, K, D = self.values_PKD.shape
             self.cotangent_PKD = self._pinned(self.capacity - cut, K, D, dtype=wide(self.values_PKD.dtype)).zero_()
         return self.cotangent_PKD

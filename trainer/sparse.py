@@ -5,11 +5,13 @@ k. The indexer runs without autograd, so the gradient is that of the layer at a 
 cotangent. Two things are done here rather than by the model's own eager code, because that holds scores and masks of
 [chunk x everything before it]:
 
-    selection   the model's indexer is called once per block of keys and its scores are merged into a running best k; equal
-                scores go to the lower position, so that a selection is a function of the scores alone
+    selection   the model's indexer is called for a piece of queries and a block of keys at a time, and its scores are merged
+                into a running best k; equal scores go to the lower position, so that a selection is a function of the
+                scores alone
     attention   the picked latents are gathered, and queries and outputs are moved into the latent space by the
                 up-projection's own matrices (the "absorbed" form of DeepSeek-V2, 2024, section 2.1.2); gradients of gathered
-                latents are added to the cotangents of c and r where they were gathered
+                latents are added to the cotangents of c and r where they were gathered. Latents in host memory are staged
+                one layer at a time, for as long as that layer gathers
 
 Selections of captured spans are checked when they are recomputed: eight bytes per query and index layer hold a digest of the
 picked set, and queries whose set changed are counted (`flips`). Recording the sets themselves would take 4 bytes for each pick,
@@ -53,11 +55,22 @@ class SparseState(LatentState):
         self.flips = 0
         self._digests: dict[int, Tensor] = {}
         self.latents: tuple[Tensor, Tensor] | None = None  # what the layer up-projected before it called `update`
-        self._block: tuple[int, int] | None = None
+        self._block: tuple[int, int] | None = None  # of the prefix, or, from the run's start on, of the run itself
+        self._index_1PI: Tensor | None = None  # the prefix's index keys where they are scored
+        self._own_index_BTI: Tensor | None = None
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.latents = None
+
+    def collect(self) -> None:
+        super().collect()
+        self.release()
+
+    def release(self) -> None:
+        """Let staged latents go, their cotangents back to where they lie."""
+        self.keys.release()
+        self.values.release()
 
     def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As for every layer; but before transformers 5.24 sparse layers give up-projected keys and values: keep the latents."""
@@ -76,32 +89,53 @@ class SparseState(LatentState):
         return x_BTn
 
     def update_indexer(self, k_BTI: Tensor) -> Tensor:
-        """The indexer gives the chunk's index keys and gets those that it is to score: a block of the prefix, or its own."""
+        """The indexer gives its tokens' index keys and gets those that it is to score.
+
+        The first call of a run gives those of all its tokens, which are kept; what it scores then is not used.
+        """
         if self._block is None:
             if self.run.writes:
                 self.index.write(self.run.start, k_BTI[:, None])
-            return k_BTI
-        return self.index.read(*self._block)[0].expand(k_BTI.shape[0], -1, -1)
+            self._own_index_BTI = k_BTI
+            return k_BTI[:, :1]
+        start, stop = self._block
+        assert self._own_index_BTI is not None
+        if start < self.run.start:
+            assert self._index_1PI is not None
+            return self._index_1PI[:, start:stop].expand(len(k_BTI), -1, -1)
+        return self._own_index_BTI[:, start - self.run.start : stop - self.run.start]
 
-    def select(self, indexer: Any, score: Callable[[], Tensor]) -> Tensor:
+    def select(self, indexer: Any, score: Callable[..., Tensor]) -> Tensor:
         """Positions picked for each of the run's queries, [B, T, n] int32 ascending, -1 where fewer than n can be seen.
 
-        `score()` gives the indexer's scores [B, T, keys] over the keys that `update_indexer` hands it.
+        `score(queries)` gives the indexer's scores [B, S, keys] of a slice of the run's queries over the keys that
+        `update_indexer` hands it.
         """
-        run = self.run
-        step = max(1, ELEMENTS // (run.rows * run.length * indexer.n_heads))
-        best: tuple[Tensor, Tensor] | None = None
-        for start in range(0, run.start, step):
-            stop = min(run.start, start + step)
-            self._block = (start, stop)
-            best = best_picks(best, score(), start, indexer.index_topk)
+        run, count = self.run, indexer.index_topk
         self._block = None
-        own = score()
-        later = torch.ones(own.shape[-2:], dtype=torch.bool, device=own.device).triu(1)
-        best = best_picks(best, own.masked_fill(later, float("-inf")), run.start, indexer.index_topk)
-        picks = best[1].masked_fill(best[0] == float("-inf"), -1)
-        self._check(picks)
-        return picks.to(torch.int32)
+        score()
+        self._index_1PI = self.index.read(0, run.start)[0] if run.start else None
+        each = run.rows * indexer.n_heads
+        piece = max(1, min(run.length, ELEMENTS // (each * min(run.stop, 8 * count))))
+        step = max(1, ELEMENTS // (each * piece))
+        found = []
+        for first in range(0, run.length, piece):
+            last = min(run.length, first + piece)
+            best: tuple[Tensor, Tensor] | None = None
+            for self._block in _blocks(run.start, run.start + last, step):
+                scores = score(slice(first, last))
+                if self._block[1] > run.start + first:  # keys of later tokens among them
+                    at = torch.arange(run.start + first, run.start + last, device=scores.device)[:, None]
+                    later = torch.arange(*self._block, device=scores.device)[None] > at
+                    scores = scores.masked_fill(later, float("-inf"))
+                best = best_picks(best, scores, self._block[0], count)
+            assert best is not None
+            picks = best[1].masked_fill(best[0] == float("-inf"), -1).to(torch.int32)
+            found.append(nn.functional.pad(picks, (0, min(count, run.stop) - picks.shape[-1]), value=-1))
+        self._block = self._index_1PI = self._own_index_BTI = None
+        picks_BTn = torch.cat(found, 1)
+        self._check(picks_BTn)
+        return picks_BTn
 
     def _check(self, picks_BTn: Tensor) -> None:
         run = self.run
@@ -123,9 +157,11 @@ class SparseState(LatentState):
         if spec.picks is None or self._own is None or spec.softcap is not None or spec.window is not None:
             raise ModelError(f"layer {type(module).__name__} attends without a selection, a window or a cap unknown here")
         c_BTR, r_BTD = (own[:, 0] for own in self._own)
-        picks = spec.picks.long()
+        picks = spec.picks
         piece = max(1, ELEMENTS // (q.shape[0] * picks.shape[-1] * (c_BTR.shape[-1] + r_BTD.shape[-1])))
         key_RHN, value_RHE = up_projection(module)
+        if torch.is_grad_enabled():
+            c_BTR, r_BTD = _Releasing.apply(c_BTR, r_BTD, self)  # type: ignore[no-untyped-call]
         out = []
         for first in range(0, q.shape[2], piece):
             queries = slice(first, first + piece)
@@ -135,12 +171,14 @@ class SparseState(LatentState):
             else:
                 part = self._piece(*arguments)
             out.append(part)
+        self.release()
         return torch.cat(out, dim=2)
 
     def _piece(
         self, q: Tensor, picks_BSn: Tensor, c_BTR: Tensor, r_BTD: Tensor, key_RHN: Tensor, value_RHE: Tensor, scale: float
     ) -> Tensor:
         """Attention of some queries [B, H, S, N + D] over their picks."""
+        picks_BSn = picks_BSn.long()
         wide = torch.promote_types(q.dtype, torch.float32)
         c_BSnR = GatherPicks.apply(c_BTR, picks_BSn, self.keys, self.run)  # type: ignore[no-untyped-call]
         r_BSnD = GatherPicks.apply(r_BTD, picks_BSn, self.values, self.run)  # type: ignore[no-untyped-call]
@@ -180,6 +218,13 @@ def _digest(picks_Tn: Tensor) -> Tensor:
     return (x ^ (x >> 32)).sum(-1)
 
 
+def _blocks(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """Blocks of at most `step` positions in [0, stop) with a border at `start`."""
+    for begin, end in ((0, start), (start, stop)):
+        for first in range(begin, end, step):
+            yield first, min(end, first + step)
+
+
 def best_picks(
     best: tuple[Tensor, Tensor] | None, scores_BSk: Tensor, start: int | Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -196,12 +241,15 @@ def best_picks(
     total = scores_BSk.shape[-1]
     if total <= count:
         return scores_BSk, positions
-    least = scores_BSk.topk(count, dim=-1).values[..., -1:]
-    above, equal = scores_BSk > least, scores_BSk == least
-    kept = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-    # Exactly `count` are kept in each row; ranks fall with the position, so the largest ranks come out in ascending order.
-    rank = torch.where(kept, total - torch.arange(total, device=kept.device), 0)
-    chosen = rank.topk(count, dim=-1, sorted=True).indices
+    # One key orders by score, then by place: a float's bits, as an integer that grows with it, above the place from the end.
+    if scores_BSk.dtype == torch.float32:
+        bits = (scores_BSk + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: minus zero is zero
+        grows = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        key = (grows << 32) | (total - 1 - torch.arange(total, device=bits.device))
+        chosen = total - 1 - (key.topk(count, dim=-1, sorted=False).values & 0xFFFFFFFF)
+    else:
+        chosen = scores_BSk.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    chosen = chosen.sort(-1).values
     return scores_BSk.gather(-1, chosen), positions.gather(-1, chosen)
 
 
@@ -226,6 +274,8 @@ class GatherPicks(torch.autograd.Function):
     def forward(ctx: Any, own_BTR: Tensor, picks_BSn: Tensor, stack: Stack, run: Run) -> Tensor:
         ctx.save_for_backward(picks_BSn)
         ctx.stack, ctx.run, ctx.own_shape = stack, run, own_BTR.shape
+        if run.writes:  # the run's own are in the stack already
+            return stack.pick(picks_BSn.clamp(min=0), run.stop)
         rows = torch.arange(own_BTR.shape[0], device=own_BTR.device)[:, None, None]
         own = own_BTR[rows, (picks_BSn - run.start).clamp(min=0)]
         if run.start == 0:
@@ -249,6 +299,20 @@ class GatherPicks(torch.autograd.Function):
         return own.view(B, T, R).to(grad_BSnR.dtype), None, None, None
 
 
+class _Releasing(torch.autograd.Function):
+    """c and r as they are; once the backward pass has come back to them, the layer's staged latents go."""
+
+    @staticmethod
+    def forward(ctx: Any, c_BTR: Tensor, r_BTD: Tensor, state: SparseState) -> tuple[Tensor, Tensor]:
+        ctx.state = state
+        return c_BTR.view_as(c_BTR), r_BTD.view_as(r_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, dc_BTR: Tensor, dr_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.state.release()
+        return dc_BTR, dr_BTD, None
+
+
 class _Scores(TorchFunctionMode):
     """Catches the scores that an indexer hands to its top-k, and spares the top-k."""
 
@@ -264,7 +328,7 @@ class _Scores(TorchFunctionMode):
 
 
 def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Tensor]:
-    """A forward for an indexer module that selects block by block; `state_of(layer)` gives the run's state."""
+    """A forward for an indexer module that selects piece by piece; `state_of(layer)` gives the run's state."""
     forward = indexer.forward
     signature = inspect.signature(forward)
 
@@ -275,10 +339,14 @@ def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Ten
             for name in ("hidden_states", "q_resid"):
                 call.arguments[name] = state.all_tokens(call.arguments[name])
             call.arguments["position_embeddings"] = tuple(state.all_tokens(x) for x in call.arguments["position_embeddings"])
-        hidden = call.arguments["hidden_states"]
-        call.arguments["attention_mask"] = torch.ones(1, 1, 1, dtype=torch.bool, device=hidden.device)  # causality is ours
+        tokens = {name: call.arguments[name] for name in ("hidden_states", "q_resid", "position_embeddings")}
+        causal = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens["hidden_states"].device)  # causality is ours
+        call.arguments["attention_mask"] = causal
 
-        def score() -> Tensor:
+        def score(queries: slice = slice(None)) -> Tensor:
+            for name in ("hidden_states", "q_resid"):
+                call.arguments[name] = tokens[name][:, queries]
+            call.arguments["position_embeddings"] = tuple(x[:, queries] for x in tokens["position_embeddings"])
             with torch.no_grad(), _Scores() as seen:
                 forward(*call.args, **call.kwargs)
             if seen.scores is None:

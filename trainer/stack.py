@@ -13,6 +13,9 @@ from torch import Tensor
 
 from longstraw_agents.errors import StaleStateError
 
+#: The most positions of a prefix whose dK and dV exist at once: a backward pass over more goes block by block.
+BLOCK = 2**18
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type of cotangents and merges: float32, or the compute type where that is wider."""
@@ -54,6 +57,10 @@ class Stack:
         if self.values_PKD is None:
             raise StaleStateError(f"positions 0 to {stop} were read before anything was captured")
         return self.values_PKD[positions, 0]
+
+    def release(self) -> None:
+        """Let go of copies that `pick` and `add_at` hold on the device; a stack on the device holds none."""
+        return None
 
     def read(self, start: int, stop: int) -> Tensor:
         """The values of [start, stop) as [1, K, S, D], without a copy."""

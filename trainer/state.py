@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache
 from longstraw_agents.errors import ModelError, StaleStateError
 from longstraw_agents.trainer.attention import PrefixAttention, Spec
 from longstraw_agents.trainer.pages import HostStack, Placement, page_borders, staged
-from longstraw_agents.trainer.stack import Stack, wide
+from longstraw_agents.trainer.stack import BLOCK, Stack, wide
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,9 @@ class StoredPrefix:
         self._cut, self.length = run.cut, run.start
 
     def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The visible prefix: one block where it lies on the device, pages where it does not, parted at the cut."""
+        """The visible prefix, parted at the cut: in large blocks where it lies on the device, in pages where it does not."""
         stacks = (self._state.keys, self._state.values)
-        borders = page_borders(first, self.length, self._cut, getattr(stacks[0], "page", None))
+        borders = page_borders(first, self.length, self._cut, getattr(stacks[0], "page", BLOCK))
         for start, (k, v) in staged(stacks, borders):
             yield start, k, v
 
