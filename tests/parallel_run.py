@@ -3,7 +3,7 @@
     python -m tests.parallel_run ARGUMENTS...
 
 LONGSTRAW_TRIAL="RANK PHASE COUNT HOW" makes process RANK die (HOW "kill") or stop for good (HOW "hang") when it begins PHASE for
-the COUNT-th time; phases are capture, replay, reverse, step, checkpoint and commit.
+the COUNT-th time; phases are capture, replay, reverse, step, checkpoint and commit. It prints the time at which it does.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def arm(rank: str, phase: str, number: str, how: str) -> None:
 
     def dying(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == int(number):
+            print(f"trial begins at {time.time()}", flush=True)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)

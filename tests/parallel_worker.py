@@ -2,8 +2,8 @@
 
 Started by `longstraw_agents.launch`, as `python -m tests.parallel_worker OUTPUT JOBS LAYOUT` with both as JSON. Process 0 writes
 one JSON line per job to the file OUTPUT. A job is a `Case` (gradients against conventional training), or has a name under
-"job": steps (weights stay the same bits), bytes (state per process), traffic (bytes sent per replayed token), checkpoint (saved
-by all, read by one and by all).
+"job": steps (weights stay the same bits), selections (of sparse index attention), bytes (state per process), traffic (bytes
+sent per replayed token), checkpoint (saved by all, read by one and by all).
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longstraw_agents.errors import RankError
 from longstraw_agents.segmenter import PrefixTree, segment
-from longstraw_agents.trainer import comparison, conventional
+from longstraw_agents.trainer import comparison, conventional, sparse
+from longstraw_agents.trainer.candidates import SharedSparseState
+from longstraw_agents.trainer.context import Context
 from longstraw_agents.trainer.experts import share_experts, whole
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.optimizer import OptimizerConfig
@@ -28,6 +32,7 @@ from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.ranks import Layout, Ranks, join, leave
 from longstraw_agents.trainer.reduction import sum_gradients
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.sparse import SparseState
 from longstraw_agents.trainer.update import Trainer, TrainerConfig, share_out
 from longstraw_agents.types import Group, Task
 from tests import models as zoo
@@ -52,7 +57,7 @@ class Case:
         return ReplayConfig(self.gradient, chunk=self.chunk, pack=self.pack, placement=Placement(outputs=self.outputs))
 
 
-def reference(case: Case, groups: list[Any], c: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def reference(case: Case, groups: list[Any], c: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients and log-probabilities on one process: conventional ones, or our own where the gradient is detached."""
     model = zoo.build(case.name, training=case.training, dtype=torch.float64)
     logps = []
@@ -66,8 +71,8 @@ def reference(case: Case, groups: list[Any], c: list[torch.Tensor]) -> tuple[dic
 
 
 def shared(
-    case: Case, trees: list[PrefixTree], c: list[torch.Tensor], ranks: Ranks
-) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, int]]:
+    case: Case, trees: list[PrefixTree], c: list[Tensor], ranks: Ranks
+) -> tuple[dict[str, Tensor], Tensor, dict[str, int]]:
     """The same from all processes, with the bytes of state that this one held."""
     model = zoo.build(case.name, training=case.training, dtype=torch.float64)
     sharded = share_experts(model, ranks)
@@ -97,12 +102,20 @@ def check(case: Case, ranks: Ranks) -> dict[str, Any]:
     with lifted():
         gradients, logp, held = shared(case, trees, c, ranks)
         found: dict[str, Any] = {"state_bytes": ranks.gather_objects(held.get("state", 0))}
+        found["empty"] = empty_spans(case, trees, ranks)
         if ranks.number == 0:
             expected, expected_logp = reference(case, groups, c)
             difference = comparison.compare(gradients, expected)
             found |= {"worst": difference.worst, "worst_name": difference.worst_name}
             found["logp"] = float((logp - expected_logp).abs().max())
     return found
+
+
+def empty_spans(case: Case, trees: list[PrefixTree], ranks: Ranks) -> int:
+    """How often a process owned no token of a node's chunk."""
+    context, lengths = Context(ranks), [len(node.tokens) - 1 for tree in trees for node in tree.nodes]
+    runs = [min(case.chunk, length - first) for length in lengths for first in range(0, length, case.chunk)]
+    return sum(context.part(run, rank).real == 0 for run in runs for rank in range(context.size))
 
 
 def steps(name: str, steps: int, ranks: Ranks) -> dict[str, Any]:
@@ -155,6 +168,44 @@ def traffic(name: str, lengths: list[int], ranks: Ranks) -> dict[str, Any]:
     return {"bytes_per_token": per_token}
 
 
+def selections(name: str, heads: int, ranks: Ranks, dtype: str = "float64") -> dict[str, Any]:
+    """Index selections of all processes together against those of one, on a tree's score pass: queries, and how many differ.
+
+    ties: one process's merges of candidates, by query, in which more positions had the least kept score than there was room for.
+    """
+    make, merge, ties = zoo.CONFIGS[name], sparse.best_picks, 0
+    seen: list[Tensor] = []
+
+    def few() -> tuple[str, Any]:
+        kind, config = make()
+        config.index_n_heads = heads
+        return kind, config
+
+    def note(state: SparseState, picks: Tensor) -> None:
+        together = ranks.gather(picks).movedim(0, 1).flatten(1, 2) if isinstance(state, SharedSparseState) else picks
+        seen.append(together[:, : state.run.length])
+
+    def counting(best: Any, scores: Tensor, start: Any, count: int) -> Any:
+        nonlocal ties
+        result = merge(best, scores, start, count)
+        least = result[0].amin(-1, keepdim=True)
+        candidates = scores if best is None else torch.cat([best[0], scores], -1)
+        more = (candidates == least).sum(-1) > (result[0] == least).sum(-1)
+        ties += int((more & (least[..., 0] > -torch.inf)).sum())
+        return result
+
+    zoo.CONFIGS["few heads"] = few
+    tree, found = segment(deep_group(few()[1].vocab_size)), []
+    for who, best_picks in ((ranks, merge), (Ranks(), counting)):
+        model = zoo.build("few heads", dtype=getattr(torch, dtype))
+        with lifted(), patch.object(SparseState, "_check", note), patch.object(sparse, "best_picks", best_picks):
+            Engine(model, ReplayConfig(chunk=50, pack=200), who).open(tree).score()
+        found.append(torch.cat([picks.reshape(-1, picks.shape[-1]) for picks in seen]))
+        seen.clear()
+    shared, alone = found
+    return {"queries": len(alone), "differing": int((shared != alone).any(-1).sum()), "ties": ties}
+
+
 def checkpoint(name: str, folder: str, ranks: Ranks) -> dict[str, Any]:
     """Weights and moments written by these processes, read by one and by these again: the largest differences."""
     trainer = one_step(name, ranks)
@@ -191,6 +242,7 @@ def one_step(name: str, ranks: Ranks) -> Trainer:
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps, "bytes": state_bytes, "traffic": traffic, "checkpoint": checkpoint,
+    "selections": selections,
 }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,31 @@ def run_cases(tmp_path: Path, cases: list[dict[str, Any]], **layout: int) -> lis
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def test_two_processes_share_tokens(tmp_path: Path) -> None:
-    """Attention, windows, recurrences, selections; packed branches, long leaves, spans that do not divide."""
+@pytest.fixture(scope="module")
+def shared_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes found: attention, windows, recurrences, selections; packed branches, long leaves, uneven spans."""
     cases = [
         {"name": "llama", "chunk": 50, "pack": 200, "score": True},
         {"name": "llama", "training": "lora", "gradient": "detached", "chunk": 64, "pack": 200},
         {"name": "gemma3", "chunk": 33, "pack": 1, "outputs": True},
         {"name": "qwen3_5", "chunk": 65, "pack": 200, "outputs": True},
         {"name": "glm_moe_dsa", "training": "lora", "chunk": 70, "pack": 200},
+        {"job": "selections", "name": "glm_moe_dsa", "heads": 1},
+        {"job": "selections", "name": "deepseek_v32", "heads": 1},
     ]
-    for found in run_cases(tmp_path, cases, cp=2):
+    return run_cases(tmp_path_factory.mktemp("cp2"), cases, cp=2)
+
+
+def test_two_processes_share_tokens(shared_tokens: list[dict[str, Any]]) -> None:
+    for found in shared_tokens[:5]:
         assert found["worst"] < 1e-10 and found["logp"] < 1e-10, found
         assert all(entry["sent_bytes"] for entry in found["ranks"])
+
+
+def test_selections_are_those_of_one_process_ties_included(shared_tokens: list[dict[str, Any]]) -> None:
+    """One index head: half of the scores are exactly zero, so the last places are tied all the time."""
+    for found in shared_tokens[5:]:
+        assert found["differing"] == 0 and found["ties"] > found["queries"] / 20, found
 
 
 def test_two_processes_share_trees(tmp_path: Path) -> None:
@@ -110,14 +125,31 @@ def run_loop(file: Path, processes: int, trial: str | None = None) -> None:
     launch([sys.executable, "-m", "tests.parallel_run", "run", str(file)], processes, environment=environment)
 
 
-def test_a_killed_process_is_named_and_another_number_of_them_goes_on(config: RunConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_a_killed_process_is_named_and_torchrun_goes_on_with_another_number(config: RunConfig, tmp_path: Path) -> None:  # noqa: F811
     file = tmp_path / "run.toml"
     file.write_text(toml.dump(config))
     with pytest.raises(RankError, match="process 1 of 2 was killed by SIGKILL"):
         run_loop(file, 2, "1 reverse 2 kill")
-    run_loop(file, 1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    subprocess.run([*torchrun, "-m", "tests.parallel_run", "run", str(file)], env=environment, check=True)
     with Store.open(str(config.run.folder / "store.sqlite")) as store:
         (run,) = store.runs()
         steps = store.steps(run.run_id)
         assert [(step.step, step.last_version) for step in steps] == [(1, 1), (2, 2)]
         assert sorted(group.step or 0 for group in store.groups(run.run_id, purpose="train")) == [1, 1, 2, 2]
+        told = [entry for step in steps for entry in step.receipt["ranks"]]
+        assert [entry["rank"] for entry in steps[-1].receipt["ranks"]] == [0, 1, 2]
+        for entry in told:
+            assert entry["state_bytes"]["state"] > 0 and entry["peak_mib"] > 0 and sum(entry["sent_bytes"].values()) > 0
+            assert 0 <= entry["idle_seconds"] <= entry["exchange_seconds"]
+
+
+def test_verify_compares_two_processes_with_one(model_folder: str, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "verification.json"
+    size = ["--length", "64", "--branch", "16", "--group", "2"]
+    command = ["longstraw_agents.cli", "verify", "--model", model_folder, "--cp", "2", *size, "--json", str(path)]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    subprocess.run([sys.executable, "-m", *command], env=environment, check=True)
+    found = json.loads(path.read_text())["checks"]["E3"]
+    assert found["holds"] and 0 < found["value"] < found["bound"]

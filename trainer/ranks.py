@@ -288,9 +288,12 @@ def join(layout: Layout, device: str = "cpu") -> Ranks:
 def among(layout: Layout, device: str) -> Iterator[Ranks]:
     """The processes of this run for the length of the block; a layout of one process stands for all by tokens (cp).
 
-    device: as for torch, "cuda" or "cpu". An error leaves at once: the others find out.
+    device: as for torch, "cuda" or "cpu". An error leaves at once: the others find out. Raises ConfigError where several
+    processes were given one GPU.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and torch.device(device).index is not None:
+        raise ConfigError(f"device is {device!r} for {world} processes; say 'cuda', and each takes the GPU of its own number")
     ranks = join(replace(layout, cp=world) if layout.size == 1 else layout, torch.device(device).type)
     try:
         yield ranks
