@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -173,6 +175,17 @@ def _is_gpu(q: Tensor, major: int) -> bool:
 KERNELS: tuple[Kernel, ...] = (Flash4(), CuDnn(), TorchFlash(), CpuFlash())
 
 _CHOICES: dict[Any, Kernel | None] = {}
+_STAND_INS: list[Kernel] = []
+
+
+@contextmanager
+def standing_in(kernel: Kernel) -> Iterator[None]:
+    """Within the block, tensors without data (torch's meta device) are given to `kernel`; outside of one, to the reference."""
+    _STAND_INS.append(kernel)
+    try:
+        yield
+    finally:
+        _STAND_INS.pop()
 
 
 def choose(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> Kernel | None:
@@ -180,6 +193,8 @@ def choose(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> Kernel | None:
 
     Decided once for each device, dtype, number of heads and head sizes.
     """
+    if q_BHTD.device.type == "meta":
+        return _STAND_INS[-1] if _STAND_INS else None
     key = (q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[1], k_BKSD.shape[1], q_BHTD.shape[-1], v_BKSE.shape[-1])
     if key not in _CHOICES:
         able = (kernel for kernel in KERNELS if kernel.supports(q_BHTD, k_BKSD, v_BKSE))

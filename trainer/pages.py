@@ -64,7 +64,8 @@ class HostStack(Stack):
         self.write(0, values, self._device)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return super().read(start, stop)[0].transpose(0, 1).to(self._device, non_blocking=True).transpose(0, 1)[None]
+        page = super().read(start, stop)[0].transpose(0, 1)
+        return page.to(self._device, non_blocking=True, copy=True).transpose(0, 1)[None]
 
     def pick(self, positions: Tensor, stop: int) -> Tensor:
         """Stages all positions below `stop` until the next write or `release`."""
@@ -92,7 +93,7 @@ class HostStack(Stack):
         """Stages the cotangent until `release`."""
         cotangent = self._cotangent(cut)
         if self._added_PD is None:
-            self._added_PD = cotangent[:, 0].to(self._device, non_blocking=True)
+            self._added_PD = cotangent[:, 0].to(self._device, non_blocking=True, copy=True)
         self._added_PD.index_add_(0, positions_M - self._base, grad_MD.to(self._added_PD.dtype))
 
     def take(self, start: int, stop: int) -> Tensor | None:
@@ -115,7 +116,8 @@ class HostStack(Stack):
         return self.cotangent_PKD
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        device = "meta" if self._device.type == "meta" else "cpu"
+        return torch.empty(*shape, dtype=dtype, device=device, pin_memory=self._device.type == "cuda")
 
 
 def staged(stacks: Sequence[Stack], borders: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:

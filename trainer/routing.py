@@ -29,8 +29,13 @@ class RoutingState:
     """The recorded picks of one layer's router along the current path, by run: [T, k] at the position where the run began."""
 
     def __init__(self) -> None:
-        self.flips = 0
+        self._changed: Tensor | int = 0  # counted where they lie, read when asked for
         self.picks: dict[int, Tensor] = {}
+
+    @property
+    def flips(self) -> int:
+        """Tokens of captured runs whose own scores would now pick otherwise."""
+        return int(self._changed)
 
     def decide(self, run: Run, picks_Tk: Tensor, experts: int) -> Tensor:
         """Record a captured run's picks, or give a rerun those that were recorded."""
@@ -40,7 +45,7 @@ class RoutingState:
             self.picks[run.start] = picks_Tk.to(torch.uint8 if experts <= 256 else torch.int16)
         elif run.gradient and len(self.picks.get(run.start, ())) == len(picks_Tk):
             before = self.picks[run.start].to(picks_Tk)
-            self.flips += int((before.sort(-1).values != picks_Tk.sort(-1).values).any(-1).sum())
+            self._changed = self._changed + (before.sort(-1).values != picks_Tk.sort(-1).values).any(-1).sum()
             return before
         return picks_Tk
 

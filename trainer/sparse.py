@@ -52,12 +52,17 @@ class SparseState(LatentState):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.index = Stack(capacity)
-        self.flips = 0
+        self._changed: Tensor | int = 0  # queries; counted where they lie, read when asked for
         self._digests: dict[int, Tensor] = {}
         self.latents: tuple[Tensor, Tensor] | None = None  # what the layer up-projected before it called `update`
         self._block: tuple[int, int] | None = None  # of the prefix, or, from the run's start on, of the run itself
         self._index_1PI: Tensor | None = None  # the prefix's index keys where they are scored
         self._own_index_BTI: Tensor | None = None
+
+    @property
+    def flips(self) -> int:  # type: ignore[override]
+        """Queries of captured spans whose recomputed selection was another."""
+        return int(self._changed)
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -147,7 +152,7 @@ class SparseState(LatentState):
         elif run.gradient:
             before = self._digests.get(run.start)
             if before is not None and len(before) == len(digest_T):
-                self.flips += int((before != digest_T).sum())
+                self._changed = self._changed + (before != digest_T).sum()
 
     # -- attention ------------------------------------------------------------------------------------------------------
 
@@ -291,11 +296,13 @@ class GatherPicks(torch.autograd.Function):
         wide = torch.promote_types(grad_BSnR.dtype, torch.float32)
         inside = picks >= run.start
         rows = torch.arange(B, device=picks.device)[:, None, None]
-        slots = (rows * T + picks - run.start)[inside]
-        own = torch.zeros(B * T, R, dtype=wide, device=picks.device).index_add_(0, slots, grad_BSnR[inside].to(wide))
-        before = (picks >= run.cut) & (picks >= 0) & ~inside
+        slots = (rows * T + (picks - run.start).clamp(min=0)).flatten()
+        mine = torch.where(inside[..., None], grad_BSnR, 0).to(wide).flatten(0, 2)
+        own = torch.zeros(B * T, R, dtype=wide, device=picks.device).index_add_(0, slots, mine)
         if run.start > run.cut:
-            ctx.stack.add_at(picks[before], grad_BSnR[before], run.cut)
+            before = (picks >= run.cut) & ~inside
+            places = torch.where(before, picks, run.cut + (picks - run.cut) % (run.start - run.cut)).flatten()  # or any, with 0
+            ctx.stack.add_at(places, torch.where(before[..., None], grad_BSnR, 0).flatten(0, 2), run.cut)
         return own.view(B, T, R).to(grad_BSnR.dtype), None, None, None
 
 

@@ -66,7 +66,10 @@ class StateWritten(Exception):  # no error: it ends a forward whose hidden state
 class Decisions(Protocol):
     """What a layer decided discontinuously along the path (expert routing), kept beside its state run by run."""
 
-    flips: int  # decisions that a rerun would have made otherwise
+    @property
+    def flips(self) -> int:
+        """Decisions that a rerun would have made otherwise."""
+        ...
 
     def export(self, start: int, stop: int) -> dict[str, Tensor]: ...
 
