@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import long_context
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.long_runs import timed, trainer
+from benchmarks.long_shapes import DEVICE, build, make_group
 from longstraw_agents import figures
 from longstraw_agents.types import Group
 
@@ -33,7 +36,7 @@ def run_trl(options: argparse.Namespace, group: Group) -> dict[str, Any]:
         settings = {
             "model": str(options.smollm2), "prompt": group.trajectories[0].tokens[:prompt].tolist(),
             "completions": [t.tokens[prompt:].tolist() for t in group.trajectories], "batch_size": 1, "steps": options.trl_steps,
-            "device": long_context.DEVICE.type, "dtype": "bfloat16", "attention": "sdpa", "checkpointing": True, "out": folder,
+            "device": DEVICE.type, "dtype": "bfloat16", "attention": "sdpa", "checkpointing": True, "out": folder,
         }  # fmt: skip
         path.write_text(json.dumps(settings))
         subprocess.run([options.python, str(Path(__file__).with_name("trl_update.py")), str(path)], check=True)
@@ -43,15 +46,15 @@ def run_trl(options: argparse.Namespace, group: Group) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Ours in both modes, then TRL in a process of its own, after ours has let its memory go."""
-    model = long_context.build("smollm2_135m", torch.bfloat16, options.smollm2)
+    model = build("smollm2_135m", torch.bfloat16, weights=options.smollm2)
     vocabulary = model.config.vocab_size
-    group = long_context.make_group(options.tokens - options.response, options.response, options.group, vocabulary)
-    short = long_context.make_group(1024, 64, 2, vocabulary)
+    group = make_group(options.tokens - options.response, options.response, options.group, vocabulary)
+    short = make_group(1024, 64, 2, vocabulary)
     found: dict[str, Any] = {"tokens": options.tokens, "group": options.group, "provenance": figures.provenance()}
     for gradient in ("detached", "exact"):
-        long_context.trainer(model, gradient, options.chunk, options.pack, score=False).update([short])
-        subject = long_context.trainer(model, gradient, options.chunk, options.pack, score=False)
-        _, found[gradient] = long_context.timed(lambda subject=subject: subject.update([group]))
+        trainer(model, gradient, options.chunk, options.pack, score=False).update([short])
+        subject = trainer(model, gradient, options.chunk, options.pack, score=False)
+        _, found[gradient] = timed(lambda subject=subject: subject.update([group]))
         print(json.dumps({gradient: found[gradient]}), flush=True)
     del model, subject
     torch.cuda.empty_cache()
