@@ -316,6 +316,8 @@ def write(found: dict[str, Any], out: Path) -> None:
 def work(options: argparse.Namespace) -> None:
     """One process: the stages in order. One that raises or takes too long ends the process; the launcher then ends the others."""
     faulthandler.dump_traceback_later(90, exit=True)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     ranks = join(Layout(cp=options.nproc, timeout=3600), long_context.DEVICE.type)
     found = json.loads(options.out.read_text())
     found |= {"provenance": figures.provenance(), "device": torch.cuda.get_device_name() if on_gpu() else "cpu"}

@@ -281,7 +281,10 @@ def join(layout: Layout, device: str = "cpu") -> Ranks:
     watch = Watch(PrefixStore("watch", store.clone()), rank, world, layout.timeout)
     watch.start()
     mesh = init_device_mesh(device, (layout.dp, layout.cp, layout.ep), mesh_dim_names=DIMENSIONS)
-    return Ranks(mesh, PrefixStore("messages", store.clone()), watch)
+    ranks = Ranks(mesh, PrefixStore("messages", store.clone()), watch)
+    for group in ranks._groups.values():  # a mesh makes its groups with torch's own timeout
+        dist.distributed_c10d._set_pg_timeout(patience, group)
+    return ranks
 
 
 @contextmanager
