@@ -26,18 +26,14 @@ def call_of(item: str) -> str:
 
 class CallsEnv(LookupEnv):
     """At the end 0.3 times the share of actions that were calls, and the share of questions that were answered by the right one.
-
-    With the option `items` above 0 both splits ask for the first few items only, so that a tiny model has nothing to generalise
-    to but the question.
     """
 
-    option_defaults: ClassVar[Mapping[str, Any]] = {"tool_results": "real", "items": 0, "questions": 1}
+    option_defaults: ClassVar[Mapping[str, Any]] = {"tool_results": "real", "questions": 1}
     reward_parts: ClassVar[tuple[RewardPart, ...]] = (RewardPart("call", weight=0.3), RewardPart("item", weight=1.0))
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
         question = super().new_task(rng, split)
         known = TRAIN_ITEMS if split == "train" else HELDOUT_ITEMS
-        known = TRAIN_ITEMS[: self.options["items"]] if self.options["items"] else known
         drawn, self.items = self.item, [str(item) for item in rng.choice(known, size=self.options["questions"])]
         self.options = {**self.options, "max_turns": self.options["questions"]}
         self.right, self.item = 0, self.items[0]

@@ -34,7 +34,7 @@ from longstraw_agents.evaluation import EvaluateSettings, outcomes
 from longstraw_agents.forking import TreeConfig
 from longstraw_agents.loop import Loop, RunConfig, RunSettings, TaskSettings
 from longstraw_agents.policies.opening import PolicySettings
-from longstraw_agents.segmenter import PrefixTree
+from longstraw_agents.segmenter import PrefixTree, SegmenterConfig
 from longstraw_agents.trainer import kernels
 from longstraw_agents.trainer.advantages import AdvantageConfig
 from longstraw_agents.trainer.conventional import log_probabilities
@@ -61,7 +61,7 @@ class Scale:
     tasks: int = 48
     updates: int = 60
     trl_updates: int = 20
-    imitated: int = 4
+    imitated: int = 6
     chars: int = 10_000
 
 
@@ -131,10 +131,13 @@ def configuration(arm: Arm) -> RunConfig:
         model=ModelConfig(arm.model, "bfloat16" if arm.device == "cuda" else "float32", arm.device, LoraSettings(), arm.seed),
         policy=PolicySettings(step_tokens=16384),
         collect=CollectConfig(
-            max_action_tokens=24, max_trajectory_tokens=4096 if reads else 1024, tree=TreeConfig(trunks=2) if tree else None
+            max_action_tokens=24, max_trajectory_tokens=4096 if reads else 1024, concurrency=48 if reads else 64,
+            tree=TreeConfig(trunks=2) if tree else None,
         ),
         trainer=TrainerConfig(
-            replay=ReplayConfig("detached" if arm.kind == "detached" else "exact", pack=2048),
+            replay=ReplayConfig("detached" if arm.kind == "detached" else "exact", chunk=1536, pack=4096),
+            # a few hundred tokens are run faster than shared: then a group is one run of all its members
+            segmenter=SegmenterConfig() if reads else SegmenterConfig(min_span=1024),
             optimizer=OptimizerConfig(learning_rate=1e-3),
             advantage=AdvantageConfig(credit="node" if tree else "trajectory"),
         ),

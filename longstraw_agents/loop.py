@@ -40,7 +40,7 @@ from longstraw_agents.terminal import Terminal
 from longstraw_agents.trainer.imitation import imitate
 from longstraw_agents.trainer.lead import LeadingTrainer, follow
 from longstraw_agents.trainer.loss import LossConfig
-from longstraw_agents.trainer.models import ModelConfig, load_model
+from longstraw_agents.trainer.models import ModelConfig, load_adapter, load_model
 from longstraw_agents.trainer.ranks import Layout, Ranks
 from longstraw_agents.trainer.update import Credit, Trainer, TrainerConfig
 from longstraw_agents.types import FAILED, Group, Task
@@ -169,6 +169,11 @@ class Loop:
         return 0 if step is None else step.step
 
     @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self.trainer.version
+
+    @property
     def steps(self) -> Path:
         """Where the step folders lie."""
         return self.folder / "steps"
@@ -281,6 +286,14 @@ class Loop:
         if not options:
             self.metrics.log(self.done, {"evaluate": {mode: score.as_dict() for mode, score in scores.items()}})
         return scores
+
+    def use(self, adapter: Path) -> None:
+        """Take another adapter's weights, to evaluate them. Raises ConfigError where the run has updates of its own, AdapterError
+        where the adapter does not fit the model."""
+        if self.done:
+            raise ConfigError(f"run {self.config.run.name} has trained {self.done} updates; evaluate another adapter in another run")
+        load_adapter(self.model, adapter)
+        self.policy.refresh(self.trainer.version, adapter)
 
     def gain(self, first: str, last: str, mode: str = "sampled") -> tuple[float, Interval]:
         """Points of success that the evaluation `last` is above `first`, paired by task, with its 95 % interval."""

@@ -1,4 +1,4 @@
-"""The learning experiments' environment: its solver earns everything, and the tiny model's tasks are what they say."""
+"""The learning experiments' environment: its solver earns everything, nothing else does."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ def test_a_wrong_item_earns_the_call_alone_and_chatter_nothing() -> None:
         assert env.step(action)[1] == pytest.approx(reward)
 
 
-def test_splits_share_no_item_unless_the_tiny_model_asks_for_few() -> None:
+def test_splits_share_no_item() -> None:
     env = gymnasium.make(ENV_ID)
-    asked: dict[tuple[str, int], set[str]] = {}
-    for split in ("train", "heldout"):
-        for items in (0, 3):
-            for seed in range(30):
-                env.reset(seed=seed, options={"split": split, "items": items, "questions": 2})
-                asked.setdefault((split, items), set()).update(env.unwrapped.items)
-    assert asked["train", 0] <= set(TRAIN_ITEMS) and asked["heldout", 0] <= set(HELDOUT_ITEMS)
-    assert asked["train", 3] == asked["heldout", 3] == set(TRAIN_ITEMS[:3])
+    asked: dict[str, set[str]] = {"train": set(), "heldout": set()}
+    for split, items in asked.items():
+        for seed in range(30):
+            env.reset(seed=seed, options={"split": split, "questions": 2})
+            items.update(env.unwrapped.items)
+    assert asked["train"] <= set(TRAIN_ITEMS) and asked["heldout"] <= set(HELDOUT_ITEMS)

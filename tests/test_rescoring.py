@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,30 @@ def test_an_environment_that_says_something_else_gives_no_score(chosen: RunConfi
         groups = loop.store.evaluations(loop.run_id)[0].metrics["sampled"]["groups"]
         found = rescore(loop.store, loop.renderer, groups, {"greet": True})
         assert all(outcome.reward is None and not outcome.success for task in found for outcome in task)
+
+
+def test_any_step_and_adapter_is_evaluated_beside_the_run_and_compared_with_it(chosen: RunConfig, tmp_path: Path) -> None:
+    with Loop(chosen) as loop:
+        loop.run()
+        adapter, steps = loop.step_folder, len(loop.store.evaluations(loop.run_id))
+    file = tmp_path / "run.toml"
+    file.write_text(toml.dump(chosen))
+
+    def call(*arguments: str) -> str:
+        return str(CliRunner().invoke(main, list(arguments), catch_exceptions=False).output)
+
+    assert "step 1: sampled" in call("eval", str(file), "--step", "1", "--k", "1", "--k", "2", "--json", str(tmp_path / "1.json"))
+    found = json.loads((tmp_path / "1.json").read_text())["sampled"]
+    assert found["pass@1"]["value"] == pytest.approx(found["success"]) <= found["pass@2"]["value"]
+    call("eval", str(file), "--adapter", str(adapter), "--name", "same weights")
+    call("eval", str(file), "--step", "0", "--name", "untrained")
+    assert "0 tasks better, 0 worse, 3 alike" in call("compare", str(file), "step 1", "same weights")
+    assert "0 tasks better, 0 worse, 3 alike" in call("compare", str(file), "before", "untrained")
+    assert "elsewhere: sampled" in call("eval", str(file), "--env", "tests/Letters-v0", "--name", "elsewhere")
+    assert "different tasks" in CliRunner().invoke(main, ["compare", str(file), "elsewhere", "step 1"]).output
+    assert "adapter_model" in CliRunner().invoke(main, ["eval", str(file), "--step", "7"]).output
+    with Loop(chosen) as loop:
+        assert len(loop.store.evaluations(loop.run_id)) == steps and loop.done == 1
 
 
 def test_the_command_compares_from_the_store(chosen: RunConfig, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def compare(
     configuration: Path, settings: tuple[str, ...], first: str, last: str, mode: str, k: int | None, changes: tuple[str, ...],
     json_path: Path | None,
 ) -> None:  # fmt: skip
-    """Compare the evaluations FIRST and LAST of CONFIG.toml's run ("before", "after", "update 8"), paired by task.
+    """Compare the evaluations FIRST and LAST of CONFIG.toml's run ("before", "after", "update 8", or what `longstraw eval` was
+    told to call them), paired by task.
 
     No model is loaded: everything is in the store.
     """
@@ -43,9 +44,13 @@ def compare(
     config = toml.load(configuration, RunConfig, parse_settings(settings))
     result: dict[str, Any] = {}
     means: dict[str, list[float]] = {}
+    tasks: dict[str, list[Any]] = {}
     with Store.open(config.run.store or str(config.run.folder / "store.sqlite"), create=False) as store:
         for name in (first, last):
-            of_tasks: list[list[Outcome]] = _outcomes(store, config, _groups(store, config.run.name, name, mode), changes)
+            run_id, groups = _groups(store, config.run.name, name, mode)
+            asked = {row.group_id: row.task for row in store.groups(run_id, purpose="eval")}
+            tasks[name] = [asked[group] for group in groups]
+            of_tasks: list[list[Outcome]] = _outcomes(store, config, groups, changes)
             found = score(mode, of_tasks)
             valid = [[episode.success for episode in task if episode.reward is not None] for task in of_tasks]
             means[name] = [sum(task) / len(task) if task else 0.0 for task in valid]
@@ -55,6 +60,8 @@ def compare(
                 value, (low, high) = mean_pass_at_k([task for task in valid if task], k)
                 click.echo(f"{'':<12} pass@{k} {value:6.1%} [{low:.1%}, {high:.1%}]")
                 result[name][f"pass@{k}"] = {"value": value, "interval": (low, high)}
+    if tasks[first] != tasks[last]:
+        raise StoreError(f"evaluations {first!r} and {last!r} are of different tasks; only the same tasks can be compared")
     difference = paired(means[first], means[last])
     low, high = difference.interval
     click.echo(
@@ -64,14 +71,14 @@ def compare(
     write_json(json_path, result | {"difference": asdict(difference)})
 
 
-def _groups(store: Any, run: str, name: str, mode: str) -> Sequence[str]:
-    """The groups of one evaluation, in the order of its tasks."""
+def _groups(store: Any, run: str, name: str, mode: str) -> tuple[str, Sequence[str]]:
+    """The run and the groups of one evaluation, in the order of its tasks; of the run itself, or of a run beside it."""
     known = []
-    for row in (row for found in store.runs() if found.name == run for row in store.evaluations(found.run_id)):
-        if row.name == name and mode in row.metrics:
-            groups: Sequence[str] = row.metrics[mode]["groups"]
-            return groups
-        known.append(row.name)
+    for found in (found for found in store.runs() if found.name == run or found.name.startswith(f"{run}/")):
+        for row in store.evaluations(found.run_id):
+            if row.name == name and mode in row.metrics:
+                return found.run_id, row.metrics[mode]["groups"]
+            known.append(row.name)
     raise StoreError(f"run {run!r} has no evaluation {name!r} in mode {mode!r}; it has {', '.join(known) or 'none'}")
 
 

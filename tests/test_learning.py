@@ -1,0 +1,84 @@
+"""The learning experiments: their reading task, the arms' gradients, and what is reported of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import models  # noqa: E402
+from trees import short_tree  # noqa: E402
+
+from benchmarks import documents, learning_report  # noqa: E402
+from benchmarks.learning_arms import ConventionalReplay  # noqa: E402
+from benchmarks.learning_long import ending  # noqa: E402
+from longstraw_agents.segmenter import segment  # noqa: E402
+from longstraw_agents.trainer.replay import Engine  # noqa: E402
+from longstraw_agents.types import Group, Task  # noqa: E402
+
+
+@pytest.mark.parametrize("questions", [1, 4])
+def test_the_documents_solver_earns_everything_and_a_wrong_number_a_little(questions: int) -> None:
+    env = gymnasium.make(documents.ENV_ID)
+    options = {"chars": 2000, "facts": 5, "questions": questions}
+    for seed in range(4):
+        text, _ = env.reset(seed=seed, options=options)
+        task = env.unwrapped
+        assert all(text.count(f"The number of {name} is") == 1 for name in task.names)
+        rewards = [env.step(action) for action in list(task.solver())]
+        assert rewards[-1][4]["success"] and sum(step[1] for step in rewards) == pytest.approx(1.2)
+        env.reset(seed=seed, options=options)
+        wrong = [env.step(f"It is {task.values[-1 if asked == 0 else 0]}.") for asked in range(questions)]
+        assert not wrong[-1][4]["success"] and sum(step[1] for step in wrong) == pytest.approx(0.2)
+
+
+def test_the_conventional_arm_has_the_exact_gradient() -> None:
+    model, tree = models.build("llama", training="lora"), segment(short_tree())
+    weights = torch.linspace(-1.0, 1.0, len(tree.entry_node))
+    found = []
+    for replay in (Engine(model).open(tree), ConventionalReplay(model, tree)):
+        model.zero_grad()
+        scores = replay.backward(weights)
+        found.append((scores.logp, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    (logp, exact), (seen, conventional) = found
+    torch.testing.assert_close(logp, seen, atol=1e-4, rtol=1e-4)
+    assert exact.keys() == conventional.keys() and exact
+    for name, gradient in exact.items():
+        torch.testing.assert_close(gradient, conventional[name], atol=1e-4, rtol=1e-3)
+
+
+def test_an_ending_keeps_the_last_tokens_and_begins_with_an_observation() -> None:
+    group = Group("g", Task("e", 0), tuple(short_tree()))
+    shortest = min(len(trajectory.tokens) for trajectory in group.trajectories)
+    for limit in range(1, shortest + 1):
+        cut = ending(group, limit)
+        assert not any(trajectory.action_mask[0] for trajectory in cut.trajectories)
+        for whole, kept in zip(group.trajectories, cut.trajectories, strict=True):
+            np.testing.assert_array_equal(whole.tokens[-len(kept.tokens) :], kept.tokens)
+            assert kept.turn_ends[-1] == len(kept.tokens)
+        assert limit <= min(len(trajectory.tokens) for trajectory in cut.trajectories)
+
+
+def arm(success: dict[int, list[float]]) -> dict[str, object]:
+    rows = [{"update": at, "success": of_tasks, "returns": of_tasks} for at, of_tasks in success.items()]
+    updates = [{"seconds": float(max(success)), "sampled": 5}] * max(success)
+    return {"code": 0, "progress": {"evaluations": rows, "updates": updates, "scale": "full"}}
+
+
+def test_arms_are_compared_at_their_last_common_update() -> None:
+    arms = {
+        "exact-0": arm({0: [0, 0], 5: [1, 0], 10: [1, 1]}), "detached-0": arm({0: [0, 0], 5: [0, 0]}),
+        "exact-1": arm({0: [0, 0], 5: [1, 1]}), "detached-1": arm({0: [0, 0], 5: [0, 1], 10: [1, 1]}),
+        "tree-0": {"code": 1, "progress": None},
+    }  # fmt: skip
+    report = learning_report.Report({"measured": {}, "command": "", "arms": arms})
+    assert report._differences(("detached", "exact"), "success") == {0: 50.0, 1: 50.0}
+    tables = report.tables()
+    assert "exact minus detached: +50.0 points [+50.0, +50.0]" in tables and "Arms that failed: tree-0." in tables
