@@ -291,7 +291,7 @@ class Loop:
         """Take another adapter's weights, to evaluate them. Raises ConfigError where the run has updates of its own, AdapterError
         where the adapter does not fit the model."""
         if self.done:
-            raise ConfigError(f"run {self.config.run.name} has trained {self.done} updates; evaluate another adapter in another run")
+            raise ConfigError(f"run {self.config.run.name} has updates of its own; use another adapter in another run")
         load_adapter(self.model, adapter)
         self.policy.refresh(self.trainer.version, adapter)
 

@@ -19,8 +19,8 @@ from longstraw_agents.terminal import json_option, write_json
 @click.option("--name", default=None, help="Name of the evaluation in the store; by default it says what was evaluated.")
 @click.option("--step", type=click.IntRange(min=0), help="The weights of this step (0: untrained) in place of the newest.")
 @click.option("--adapter", type=click.Path(path_type=Path), help="The adapter in this folder (PEFT's format) in their place.")
-@click.option("--env", default=None, help="Held-out tasks of this environment, with its default options unless --set gives some.")
-@click.option("--k", "ks", multiple=True, type=click.IntRange(min=1), help="Also pass@k, up to evaluate.samples. May be repeated.")
+@click.option("--env", default=None, help="Held-out tasks of this environment, with the options that --set gives.")
+@click.option("--k", "ks", multiple=True, type=click.IntRange(min=1), help="Also pass@K, K up to evaluate.samples; repeatable.")
 @json_option
 def eval(
     configuration: Path, settings: tuple[str, ...], name: str | None, step: int | None, adapter: Path | None, env: str | None,
@@ -35,8 +35,8 @@ def eval(
 
     if step is not None and adapter is not None:
         raise ConfigError("--step and --adapter both name weights; give one of them")
-    extra, adapter, label = _apart(configuration, settings, step, adapter, env)
-    with open_loop(configuration, [*settings, *extra]) as loop:
+    chosen, adapter, label = _apart(configuration, settings, step, adapter, env)
+    with open_loop(configuration, chosen) as loop:
         if adapter is not None:
             loop.use(adapter)
         name = name or label or f"update {loop.done}"
@@ -48,7 +48,8 @@ def eval(
             result[mode] = score.as_dict()
             if mode != "sampled":
                 continue
-            valid = [[e.success for e in task if e.reward is not None] for task in outcomes(loop.store, row.metrics[mode]["groups"])]
+            episodes = outcomes(loop.store, row.metrics[mode]["groups"])
+            valid = [[episode.success for episode in task if episode.reward is not None] for task in episodes]
             for k in ks:
                 value, (low, high) = mean_pass_at_k([task for task in valid if task], k)
                 loop.terminal.say(f"{name}: pass@{k} {value:6.1%} [{low:.1%}, {high:.1%}]")
@@ -59,13 +60,13 @@ def eval(
 def _apart(
     configuration: Path, settings: tuple[str, ...], step: int | None, adapter: Path | None, env: str | None
 ) -> tuple[list[str], Path | None, str | None]:
-    """What is not the run's own is evaluated in a run beside it in the same store: further settings, the adapter, a name."""
+    """What is not the run's own is evaluated in a run beside it in the same store: the settings of that, the adapter, a name."""
     from longstraw_agents import config as toml
     from longstraw_agents.checkpoints import digest, step_folder
     from longstraw_agents.loop import RunConfig
 
     if step is None and adapter is None and env is None:
-        return [], None, None
+        return list(settings), None, None
     run = toml.load(configuration, RunConfig, parse_settings(settings)).run
     if step is None and adapter is None:
         steps = [int(path.name) for path in (run.folder / "steps").glob("*") if path.name.isdigit()]
@@ -74,16 +75,15 @@ def _apart(
         adapter = step_folder(run.folder / "steps", step)
     label = f"step {step}" if step is not None else f"adapter {adapter}"
     if adapter is not None and not (adapter / "adapter_model.safetensors").exists():
-        raise AdapterError(f"{adapter} holds no adapter_model.safetensors; a run keeps the folders of its last run.keep steps alone")
+        raise AdapterError(f"{adapter} holds no adapter_model.safetensors; a run keeps the folders of its last steps (run.keep)")
     weights = "untrained" if adapter is None else digest(adapter / "adapter_model.safetensors")[:12]
     name = f"{run.name}/{weights}" + (f" on {env}" if env else "")
     values: dict[str, Any] = {
         "run.name": name, "run.folder": str(run.folder / "evaluations" / re.sub(r"[^\w.-]+", "-", name)),
         "run.store": run.store or str(run.folder / "store.sqlite"), "run.evaluate_every": 0, "guards.patience": 0,
     }  # fmt: skip
-    extra = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    others: list[str] = []
     if env is not None:
-        given = [setting for setting in settings if setting.startswith("tasks.options.")]
-        extra += [f"tasks.env={json.dumps(env)}", "tasks.options={}", *given]
-        label += f" on {env}"
-    return extra, adapter, label
+        values |= {"tasks.env": env}
+        others, label = ["tasks.options={}"], f"{label} on {env}"  # the run's own are another environment's
+    return [*others, *settings, *(f"{key}={json.dumps(value)}" for key, value in values.items())], adapter, label
