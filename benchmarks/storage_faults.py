@@ -3,6 +3,9 @@
     python benchmarks/storage_faults.py [--record] [--scale 0.1] [sqlite_kill] [postgresql_kill] [postgresql_restart] [power_cut]
         [migration_kill] [disk_full] [writers_sqlite] [writers_postgresql] [bit_flips]
 
+The longest, disk_full and bit_flips, may be run in parts: `--part 2/4 --results FOLDER` does the second of four and keeps its
+result in FOLDER; the last of them reports and records all.
+
 Each figure counts faults (lost, half, double, untyped) and must be 0. The workload is benchmarks/storage_workload.py: what it
 writes is known beforehand, and it acknowledges each call that returned. SIGKILL cannot see what was not synced, so power cuts
 are simulated from a log of all writes and syncs: what was not synced when the power went is dropped, or not, or torn; the same
@@ -13,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -29,7 +34,7 @@ from pathlib import Path
 from sqlalchemy import event
 from storage_flips import bit_flips
 from storage_power import cut, read_log
-from storage_workload import damage, faults, groups_of, to_file, work
+from storage_workload import MEMBERS, TURNS, contents, damage, faults, groups_of, to_file, work
 
 from longstraw_agents import figures
 from longstraw_agents.errors import LongStrawError, StoreFullError
@@ -38,9 +43,11 @@ from longstraw_agents.storage.database import Database
 from longstraw_agents.storage.migrations import upgrade
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from store_made import write_old_store
 from store_server import PostgreSQL
 
 HERE = Path(__file__).resolve().parent
+Result = tuple[list[str], int]  # what went wrong, and how often it was tried
 
 
 def lines(path: Path) -> list[str]:
@@ -114,7 +121,7 @@ def _last_acknowledged(url: str, log: Path) -> list[str]:
         return [] if found[int(member)].turns > int(index) else [f"lost: {' '.join(turns[-1])}"]
 
 
-def sqlite_kill(folder: Path, scale: float) -> tuple[list[str], int]:
+def sqlite_kill(folder: Path, scale: float) -> Result:
     """300 kills of the collecting process on SQLite, ten stores."""
     found, trials = [], 0
     for number in range(10):
@@ -126,7 +133,7 @@ def sqlite_kill(folder: Path, scale: float) -> tuple[list[str], int]:
     return found, trials
 
 
-def postgresql_kill(folder: Path, scale: float) -> tuple[list[str], int]:
+def postgresql_kill(folder: Path, scale: float) -> Result:
     """100 kills of the collecting process on PostgreSQL."""
     server = PostgreSQL()
     try:
@@ -136,7 +143,7 @@ def postgresql_kill(folder: Path, scale: float) -> tuple[list[str], int]:
         server.close()
 
 
-def postgresql_restart(folder: Path, scale: float) -> tuple[list[str], int]:
+def postgresql_restart(folder: Path, scale: float) -> Result:
     """30 immediate restarts of PostgreSQL under two collecting processes, to which no error may come."""
     server, count, stop = PostgreSQL(), max(1, int(30 * scale)), folder / "stop"
     try:
@@ -195,12 +202,12 @@ def writers(url: str, folder: Path, processes: int, groups: int) -> list[str]:
     return found
 
 
-def writers_sqlite(folder: Path, scale: float) -> tuple[list[str], int]:
+def writers_sqlite(folder: Path, scale: float) -> Result:
     """8 processes on one SQLite file."""
     return writers(str(folder / "store.sqlite"), folder, 8, max(1, int(8 * scale))), 8
 
 
-def writers_postgresql(folder: Path, scale: float) -> tuple[list[str], int]:
+def writers_postgresql(folder: Path, scale: float) -> Result:
     """16 processes on one PostgreSQL database."""
     server = PostgreSQL()
     try:
@@ -209,16 +216,20 @@ def writers_postgresql(folder: Path, scale: float) -> tuple[list[str], int]:
         server.close()
 
 
-def migration_kill(folder: Path, scale: float) -> tuple[list[str], int]:
-    """A kill before each statement of each migration, on both databases; then the migration is run again."""
+def migration_kill(folder: Path, scale: float) -> Result:
+    """A kill before each statement of the migrations, of an empty database and of a store of the first schema, on both databases;
+    then they are run again."""
     server, found, trials = PostgreSQL(), [], 0
     try:
-        for database in ("sqlite", "postgresql"):
+        for database, old in itertools.product(("sqlite", "postgresql"), (False, True)):
             statement, killed = 1, True
             while killed:
-                url = str(folder / f"{statement}.sqlite") if database == "sqlite" else server.url("migration")
+                url = str(folder / f"{old}{statement}.sqlite") if database == "sqlite" else server.url("migration")
+                if old:
+                    write_old_store(url)
                 killed = finished(child(lambda url=url, n=statement: _migrate_and_die(url, n))) == -signal.SIGKILL
-                found += _after_migration(url, f"{database}, statement {statement}")
+                where = f"{database}, {'the first schema' if old else 'empty'}, statement {statement}"
+                found += [f"{where}: {fault}" for fault in _after_migration(url, old)]
                 trials += killed
                 statement += max(1, int(1 / scale))
     finally:
@@ -227,7 +238,7 @@ def migration_kill(folder: Path, scale: float) -> tuple[list[str], int]:
 
 
 def _migrate_and_die(url: str, statement: int) -> None:
-    """Migrates an empty database; dies before its `statement`-th statement."""
+    """Migrates a database; dies before the `statement`-th statement."""
     database = Database(url, StoreConfig(), create=True)
     count = 0
 
@@ -242,14 +253,18 @@ def _migrate_and_die(url: str, statement: int) -> None:
     database.close()
 
 
-def _after_migration(url: str, where: str) -> list[str]:
+def _after_migration(url: str, old: bool) -> list[str]:
+    """What is wrong once the migration has been run again: with what was there, and with what is written then."""
+    found: list[str] = []
     try:
         admin.upgrade_store(url)
         with Store.open(url, create=False) as store:
+            if old and [len(contents(store, f"g{n + 1}", n, found)) for n in (0, 1)] != [MEMBERS * (TURNS + 1)] * 2:
+                found.append("lost: a turn of the old store")
             work(store, "after", 1, lambda line: None)
-            return [f"{where}: {fault}" for fault in damage(store) + faults(store, "after", [])]
+            return found + damage(store) + faults(store, "after", [])
     except LongStrawError as error:
-        return [f"{where}: {error}"]
+        return [*found, str(error)]
 
 
 def _shimmed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -265,7 +280,7 @@ def _shimmed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
 
 
-def power_cut(folder: Path, scale: float) -> tuple[list[str], int]:
+def power_cut(folder: Path, scale: float) -> Result:
     """100 simulated power cuts; and as many with synchronous=OFF, which must lose something."""
     count, found = max(2, int(100 * scale)), []
     for setting in ("FULL", "OFF"):
@@ -291,9 +306,11 @@ def power_cut(folder: Path, scale: float) -> tuple[list[str], int]:
     return found, count
 
 
-def disk_full(folder: Path, scale: float) -> tuple[list[str], int]:
+def disk_full(folder: Path, scale: float, part: slice = slice(None)) -> Result:
     """The disk is full from the Nth write on, N swept over the whole run: StoreFullError, then all goes on."""
-    output = _shimmed(folder, "sweep", str(max(1, int(1 / scale)))).stdout.strip().split("\n")
+    step = max(1, int(1 / scale))
+    numbers = f"{1 + (part.start or 0) * step}:{step * (part.step or 1)}"
+    output = _shimmed(folder, "sweep", numbers).stdout.strip().split("\n")
     return [line for line in output[:-1] if line], int(output[-1])
 
 
@@ -308,7 +325,8 @@ def inside(mode: str, setting: str, disk: Path) -> None:
                 store.database.engine.dispose()
                 work(store, "power", groups, acknowledge)
         return
-    shim, number, trials = ctypes.CDLL(None), 1, 0
+    number, step = map(int, setting.split(":"))
+    shim, trials = ctypes.CDLL(None), 0
     while True:
         place = disk / str(number)
         place.mkdir()
@@ -325,7 +343,7 @@ def inside(mode: str, setting: str, disk: Path) -> None:
         except LongStrawError as error:
             print(f"write {number}: {error}")
         shutil.rmtree(place)
-        number += int(setting)
+        number += step
     print(trials)
 
 
@@ -341,7 +359,22 @@ def _on_full_disk(shim: ctypes.CDLL, place: Path, log: Path, number: int) -> int
     return 0
 
 
-TRIALS: dict[str, Callable[[Path, float], tuple[list[str], int]]] = {
+def in_parts(trial: Callable[..., Result], scale: float, part: str, results: Path | None) -> Result | None:
+    """Does the K-th of N parts ("K/N") of a trial; all of its result once every part has one, else None."""
+    number, parts = map(int, part.split("/"))
+    folder = Path(tempfile.mkdtemp(prefix=f"longstraw-{trial.__name__}-"))
+    every = slice(number - 1, None, parts)
+    result = trial(folder, scale, every) if parts > 1 else trial(folder, scale)
+    shutil.rmtree(folder, ignore_errors=True)
+    if parts == 1 or results is None:
+        return result
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{trial.__name__}-{number}-of-{parts}.json").write_text(json.dumps(result))
+    done = [json.loads(file.read_text()) for file in results.glob(f"{trial.__name__}-*-of-{parts}.json")]
+    return (sum((found for found, _ in done), []), sum(count for _, count in done)) if len(done) == parts else None
+
+
+TRIALS: dict[str, Callable[..., Result]] = {
     "sqlite_kill": sqlite_kill,
     "postgresql_kill": postgresql_kill,
     "postgresql_restart": postgresql_restart,
@@ -360,6 +393,8 @@ def main() -> None:
     parser.add_argument("trials", nargs="*", default=list(TRIALS))
     parser.add_argument("--record", action="store_true", help="write the figures and their numbers of trials")
     parser.add_argument("--scale", type=float, default=1.0, help="the part of the trials that is run")
+    parser.add_argument("--part", default="1/1", help="K/N: do the K-th of N parts of disk_full or bit_flips")
+    parser.add_argument("--results", type=Path, help="where the results of parts are kept")
     parser.add_argument("--inside", nargs=3, metavar=("MODE", "SETTING", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
@@ -368,10 +403,12 @@ def main() -> None:
     multiprocessing.set_start_method("fork")
     random.seed(0)
     for name in arguments.trials:
-        folder = Path(tempfile.mkdtemp(prefix=f"longstraw-{name}-"))
         started = time.perf_counter()
-        found, trials = TRIALS[name](folder, arguments.scale)
-        shutil.rmtree(folder, ignore_errors=True)
+        result = in_parts(TRIALS[name], arguments.scale, arguments.part, arguments.results)
+        if result is None:
+            print(f"{name}, part {arguments.part}: {time.perf_counter() - started:.0f} s", flush=True)
+            continue
+        found, trials = result
         figure = f"store.faults.{name}" + ("_missed" if name == "bit_flips" else "")
         seconds = time.perf_counter() - started
         print(f"{figure}: {len(found)} faults in {trials} trials, {seconds:.0f} s, SQLite {sqlite3.sqlite_version}", flush=True)

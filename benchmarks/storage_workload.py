@@ -110,7 +110,7 @@ def faults(store: Store, name: str, acknowledged: list[str]) -> list[str]:
         found.append("double: group")
     there = {"run", *(f"group {number}" for number in range(len(groups)))}
     for number, group in enumerate(groups):
-        there |= _contents(store, group.group_id, number, found)
+        there |= contents(store, group.group_id, number, found)
     steps = store.steps(runs[0])
     there |= {f"step {step.step}" for step in steps}
     if [step.group_ids for step in steps] != [(group.group_id,) for group in groups[: len(steps)]]:
@@ -118,7 +118,7 @@ def faults(store: Store, name: str, acknowledged: list[str]) -> list[str]:
     return found + [f"lost: {line}" for line in acknowledged if line not in there]
 
 
-def _contents(store: Store, group: str, number: int, found: list[str]) -> set[str]:
+def contents(store: Store, group: str, number: int, found: list[str]) -> set[str]:
     """What one group holds, as acknowledgements; faults go to `found`."""
     there = set()
     rows = store.trajectories(group)

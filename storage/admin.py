@@ -19,9 +19,12 @@ from longstraw_agents.storage.schema import (
     BlobTable,
     EvaluationTable,
     GroupTable,
+    PolicyTable,
     RunTable,
     SpanTable,
+    StepGroupTable,
     StepTable,
+    StoreTable,
     TaskTable,
     ToolCallTable,
     TrajectoryTable,
@@ -29,8 +32,8 @@ from longstraw_agents.storage.schema import (
 )
 from longstraw_agents.storage.store import Store
 
-BLOBS, SPANS, TURNS, CALLS, TRAJECTORIES, GROUPS = (
-    m.__table__ for m in (BlobTable, SpanTable, TurnTable, ToolCallTable, TrajectoryTable, GroupTable)
+BLOBS, SPANS, TURNS, CALLS, TRAJECTORIES, GROUPS, POLICIES, STORE = (
+    m.__table__ for m in (BlobTable, SpanTable, TurnTable, ToolCallTable, TrajectoryTable, GroupTable, PolicyTable, StoreTable)
 )
 
 _WINDOW = 2**20  # tokens that a check holds at once
@@ -116,18 +119,29 @@ def _file_problems(connection: Connection) -> Iterator[Problem]:
 
 
 def _row_problems(connection: Connection) -> Iterator[Problem]:
-    for model in (RunTable, GroupTable, TrajectoryTable, StepTable, EvaluationTable):
+    for model in (StoreTable, RunTable, GroupTable, TrajectoryTable, StepTable, StepGroupTable, EvaluationTable):
         table, keys = model.__table__, list(model.__table__.primary_key.columns)
-        for key in connection.execute(select(*keys)).all():
-            where = [column == value for column, value in zip(keys, key, strict=True)]
-            yield from _attempt(f"table {table.name}", lambda table=table, where=where: fetch(connection, table, *where))
+        for row in connection.execute(select(*keys)).mappings().all():
+            yield from _attempt(f"table {table.name}", lambda table=table, row=row: fetch(connection, table, **row))
     for key in connection.execute(select(TaskTable.__table__.c.id)).scalars().all():
         yield from _attempt(f"task {key}", lambda key=key: listing.task(connection, key))
+    yield from _attempt("store", lambda: listing.runs(connection))
     for key in connection.execute(select(RunTable.__table__.c.id)).scalars().all():
-        yield from _attempt(f"run r{key}", lambda key=key: listing.steps(connection, key))
+        for read in (listing.groups, listing.steps, listing.evaluations, _check_policies):
+            yield from _attempt(f"run r{key}", lambda key=key, read=read: read(connection, key))
     for key in connection.execute(select(GROUPS.c.id)).scalars().all():
         name = f"g{key}"
         yield from _attempt(f"group {name}", lambda key=key, name=name: listing.trajectories(connection, key, name))
+
+
+def _check_policies(connection: Connection, run: int) -> None:
+    """Raises CorruptionError unless the run's policy versions are 0 and those that its steps made."""
+    made: dict[int, int | None] = {0: None}
+    for step in listing.steps(connection, run):
+        made |= {version: step.step for version in range(max(step.first_version, max(made)) + 1, step.last_version + 1)}
+    found = connection.execute(select(POLICIES.c.version, POLICIES.c.step).where(POLICIES.c.run_id == run))
+    if dict(map(tuple, found)) != made:
+        raise CorruptionError(f"the policy versions of run r{run} are not those that its steps made")
 
 
 def _history_problems(connection: Connection) -> Iterator[Problem]:
@@ -154,9 +168,10 @@ def _check_history(connection: Connection, row: Row, done: dict[int, int]) -> No
     turns = list(reading.read_turns(connection, lineage))
     for turn in turns:
         try:
-            for name in (turn.row["source"], *(call["body"] for call in turn.calls)):
-                if name is not None:
-                    reading.blob(connection, name)
+            if turn.row["source"] is not None:
+                reading.blob(connection, turn.row["source"])
+            for call in turn.calls:
+                reading.read_call(connection, call)
         except CorruptionError as error:
             raise reading.damaged_turn(lineage.name, turn.row["turn"], str(error)) from None
     known = [s.stop for s in lineage.stretches if done.get(s.branch_id, -1) >= s.end_turn]
@@ -198,11 +213,12 @@ def copy(source_url: str, target_url: str) -> dict[str, int]:
 
         def transfer(reader: Connection) -> dict[str, int]:
             def action(writer: Connection) -> dict[str, int]:
-                if any(writer.execute(select(literal(1)).select_from(t).limit(1)).first() for t in tables):
+                if any(writer.execute(select(literal(1)).select_from(t).limit(1)).first() for t in tables if t is not STORE):
                     raise StoreError(f"the target {target_url} is not empty; copy into a new database")
+                writer.execute(delete(STORE))
                 counts = {table.name: _copy_table(reader, writer, table) for table in tables}
                 if writer.dialect.name == "postgresql":
-                    _set_sequences(writer, tables)
+                    set_sequences(writer, tables)
                 return counts
 
             return target.database.write(action)
@@ -221,7 +237,7 @@ def _copy_table(reader: Connection, writer: Connection, table: Table) -> int:
     return count
 
 
-def _set_sequences(connection: Connection, tables: list[Table]) -> None:
+def set_sequences(connection: Connection, tables: list[Table]) -> None:
     """Lets PostgreSQL give ids after those that were copied."""
     for table in tables:
         if list(table.primary_key.columns.keys()) == ["id"]:

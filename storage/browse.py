@@ -10,7 +10,6 @@ Vocabulary
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +139,7 @@ def group(store: Store, group_id: str) -> GroupRow:
     def action(connection: Connection) -> GroupRow:
         key = listing.key_of("g", group_id)
         listing.get(connection, GROUPS, key, group_id)
-        return listing.group_rows(connection, GROUPS.c.id == key)[0]
+        return listing.groups_of_keys(connection, [key])[0]
 
     return store.database.read(action)
 
@@ -168,7 +167,7 @@ def groups(
             query = query.where(GROUPS.c.id.in_(select(STEP_GROUPS.c.group_id).where(STEP_GROUPS.c.step == step)))
         by = {"spread": [desc("spread"), GROUPS.c.id], "newest": [GROUPS.c.id.desc()], "oldest": [GROUPS.c.id]}[order]
         made = connection.execute(query.order_by(*by).offset(offset).limit(count)).all()
-        rows = {row.group_id: row for row in listing.group_rows(connection, GROUPS.c.id.in_([row[0] for row in made]))}
+        rows = {row.group_id: row for row in listing.groups_of_keys(connection, [row[0] for row in made])}
         return [_summary(rows[f"g{row[0]}"], row) for row in made]
 
     return store.database.read(action)
@@ -223,7 +222,7 @@ def turns(store: Store, trajectory_id: str, first: int, count: int) -> list[Turn
                 policy_version=row["policy_version"],
                 reward=row["reward"],
                 reward_parts=row["reward_parts"] or {},
-                tool_calls=tuple(ToolCall(**json.loads(reading.blob(connection, call["body"])[1:])) for call in stored.calls),
+                tool_calls=tuple(reading.read_call(connection, call) for call in stored.calls),
             )
             for stored in reading.read_turns(connection, lineage, first, first + count)
         ]

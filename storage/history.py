@@ -8,7 +8,6 @@ What an append reads is bounded: the trajectory's row, one turn, and the ids sin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,10 +24,11 @@ from longstraw_agents.storage.reading import (
     concatenated,
     damaged_turn,
     lineage_of,
+    read_call,
     read_spans,
     read_turns,
 )
-from longstraw_agents.storage.rows import Row, fetch, insert_sealed
+from longstraw_agents.storage.rows import Row, checked, fetch, insert_sealed, seal_of
 from longstraw_agents.storage.schema import BlobTable, BranchTable, SpanTable, ToolCallTable, TurnTable, canonical
 from longstraw_agents.types import LogpArray, StopReason, TokenArray, ToolCall, Trajectory, Turn
 
@@ -102,11 +102,14 @@ def encode_turn(turn: Turn) -> EncodedTurn:
 
 def finite_parts(parts: dict[str, float]) -> dict[str, float]:
     """Rewards as floats. Raises NonFiniteError for one that is not finite."""
-    rewards = {str(name): float(value) for name, value in parts.items()}
-    for name, value in rewards.items():
-        if not np.isfinite(value):
-            raise NonFiniteError(f"reward {name!r} is {value}; record the episode as failed, with reward None")
-    return rewards
+    return {str(name): finite(value, f"reward {name!r}") for name, value in parts.items()}
+
+
+def finite(value: float, what: str) -> float:
+    """A number as the databases give it back: SQLite knows no negative zero. Raises NonFiniteError for one that is not finite."""
+    if not np.isfinite(value):
+        raise NonFiniteError(f"{what} is {value}; record the episode as failed, with reward None")
+    return float(value) + 0.0
 
 
 def _encode_call(encoded: EncodedTurn, call: ToolCall) -> Row:
@@ -150,7 +153,7 @@ def _child(
 ) -> tuple[int, bool]:
     """The branch that leaves `parent` at turn `index` with a turn of this digest, and whether it was there already."""
     key = blobs.seal("key", [run_id, parent, index, digest.hex()])
-    row = fetch(connection, BRANCHES, BRANCHES.c.key == key)
+    row = fetch(connection, BRANCHES, key=key)
     if row is not None:
         return row["id"], True
     values = {"run_id": run_id, "parent_id": parent, "fork_turn": index, "fork_position": position, "key": key}
@@ -161,7 +164,7 @@ def _write_turn(connection: Connection, trajectory: Row, branch_id: int, turn: E
     _write_blobs(connection, turn.blobs)
     index, position = trajectory["turns"], trajectory["length"]
     spans, chain = _spans(connection, trajectory, branch_id, turn.pieces)
-    values = {
+    values: Row = {
         "branch_id": branch_id,
         "turn": index,
         "start": position,
@@ -175,7 +178,7 @@ def _write_turn(connection: Connection, trajectory: Row, branch_id: int, turn: E
         "digest": digest,
         "chain": chain,
     }
-    connection.execute(insert(TURNS).values(**values))
+    connection.execute(insert(TURNS).values(**values, seal=seal_of(TURNS, values)))
     if spans:
         connection.execute(insert(SPANS), spans)
     if turn.calls:
@@ -191,16 +194,9 @@ def _spans(connection: Connection, trajectory: Row, branch_id: int, pieces: Sequ
     for piece in pieces:
         made, mark, tail = blobs.marks(mark, tail, piece.ids)
         stop = position + len(piece.ids)
-        rows.append(
-            {
-                "branch_id": branch_id,
-                "start": position,
-                "stop": stop,
-                "tokens": piece.tokens,
-                "behaviour": piece.behaviour,
-                "marks": b"".join(made) or None,
-            }
-        )
+        row: Row = {"branch_id": branch_id, "start": position, "stop": stop}
+        row |= {"tokens": piece.tokens, "behaviour": piece.behaviour, "marks": b"".join(made) or None}
+        rows.append({**row, "seal": seal_of(SPANS, row)})
         position = stop
     return rows, blobs.chain(mark, tail)
 
@@ -245,7 +241,7 @@ def fork(connection: Connection, parent: Row, turns: int) -> Row:
     for stretch in lineage_of(connection, parent).stretches:
         if stretch.first_turn < turns <= stretch.end_turn:
             where = (TURNS.c.branch_id == stretch.branch_id, TURNS.c.turn == turns - 1)
-            row = connection.execute(select(TURNS).where(*where)).mappings().one()
+            row = checked(TURNS, connection.execute(select(TURNS).where(*where)).mappings().one())
             length = row["start"] + row["observation_tokens"] + row["action_tokens"]
             return {"branch_id": stretch.branch_id, "turns": turns, "length": length}
     return {"branch_id": None, "turns": 0, "length": 0}
@@ -299,7 +295,7 @@ def _turn(
     row, border = stored.row, stored.row["start"] + stored.row["observation_tokens"]
     try:
         source = None if row["source"] is None else blob(connection, row["source"])[1:]
-        calls = tuple(ToolCall(**json.loads(blob(connection, call["body"])[1:])) for call in stored.calls)
+        calls = tuple(read_call(connection, call) for call in stored.calls)
     except CorruptionError as error:
         raise damaged_turn(name, row["turn"], str(error)) from None
     kept = [logp[start] for start, _, behaviour in stored.spans if behaviour is not None]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, func, select
 
 from longstraw_agents.errors import CorruptionError, NotStoredError
-from longstraw_agents.storage import blobs
-from longstraw_agents.storage.database import Database
 from longstraw_agents.storage.records import EvaluationRow, GroupRow, RunRow, StepRow, StoreStats, TrajectoryRow
-from longstraw_agents.storage.rows import Row, checked, fetch
+from longstraw_agents.storage.rows import Row, checked, fetch, fetch_all
 from longstraw_agents.storage.schema import (
     BlobTable,
     EvaluationTable,
@@ -20,15 +19,17 @@ from longstraw_agents.storage.schema import (
     RunTable,
     StepGroupTable,
     StepTable,
+    StoreTable,
     TaskTable,
     TrajectoryTable,
     TurnTable,
 )
 from longstraw_agents.types import StopReason, Task
 
-RUNS, TASKS, GROUPS, TRAJECTORIES, STEPS, STEP_GROUPS, EVALUATIONS, TURNS, BLOBS = (
+STORE, RUNS, TASKS, GROUPS, TRAJECTORIES, STEPS, STEP_GROUPS, EVALUATIONS, TURNS, BLOBS = (
     model.__table__
     for model in (
+        StoreTable,
         RunTable,
         TaskTable,
         GroupTable,
@@ -54,15 +55,10 @@ def key_of(kind: str, public_id: str) -> int:
 
 def get(connection: Connection, table: Table, key: int, public_id: str, *, lock: bool = False) -> Row:
     """The row with this key, checked. Raises NotStoredError if there is none."""
-    row = fetch(connection, table, table.c.id == key, lock=lock)
+    row = fetch(connection, table, lock=lock, id=key)
     if row is None:
         raise NotStoredError(f"{_KINDS[public_id[0]]} {public_id} is not in the store")
     return row
-
-
-def require(database: Database, table: Table, key: int, public_id: str) -> None:
-    """Raises NotStoredError if there is no such row."""
-    database.read(lambda connection: get(connection, table, key, public_id))
 
 
 def parsed(text: str) -> Any:
@@ -70,65 +66,61 @@ def parsed(text: str) -> Any:
     return json.loads(text)
 
 
+def store_row(connection: Connection, *, lock: bool = False) -> Row:
+    """The store's own row."""
+    row = fetch(connection, STORE, lock=lock, id=1)
+    if row is None:
+        raise CorruptionError("the row that counts the store's runs is missing; restore the store from a copy")
+    return row
+
+
 def runs(connection: Connection) -> list[RunRow]:
     """All runs, oldest first."""
-    rows = [checked(RUNS, row) for row in connection.execute(select(RUNS).order_by(RUNS.c.id)).mappings()]
+    rows = fetch_all(connection, RUNS, store_row(connection)["runs"])
     return [RunRow(f"r{row['id']}", row["name"], row["config"], row["created"]) for row in rows]
 
 
 def task(connection: Connection, key: int) -> Task:
-    """A task, checked against its digest."""
-    row = connection.execute(select(TASKS).where(TASKS.c.id == key)).mappings().one_or_none()
+    """A task, checked."""
+    row = fetch(connection, TASKS, id=key)
     if row is None:
         raise CorruptionError(f"task {key} is missing; restore the store from a copy")
-    return _task(dict(row))
+    return _task(row)
 
 
 def _task(row: Row) -> Task:
-    values = {name: row[name] for name in ("env_id", "seed", "split", "options")}
-    if blobs.seal("task", values) != row["digest"]:
-        raise CorruptionError(f"task {row['id']} does not fit its digest; restore the store from a copy")
-    return Task(**values)
+    return Task(**{name: row[name] for name in ("env_id", "seed", "split", "options")})
 
 
-def groups(connection: Connection, run: int, run_id: str) -> list[GroupRow]:
+def groups(connection: Connection, run: int) -> list[GroupRow]:
     """All groups of a run, oldest first."""
-    get(connection, RUNS, run, run_id)
-    return group_rows(connection, GROUPS.c.run_id == run)
+    owner = get(connection, RUNS, run, f"r{run}")
+    rows = fetch_all(connection, GROUPS, owner["groups"], run_id=run)
+    used = fetch_all(connection, STEP_GROUPS, owner["groups_used"], run_id=run)
+    return _group_rows(connection, rows, used, GROUPS.c.run_id == run)
 
 
-def group_rows(connection: Connection, where: ColumnElement[bool]) -> list[GroupRow]:
-    """The groups that meet `where`, a condition on their columns, oldest first."""
-    rows = [
-        checked(GROUPS, row) for row in connection.execute(select(GROUPS).where(where).order_by(GROUPS.c.id)).mappings()
-    ]
-    tasks = select(TASKS).where(TASKS.c.id.in_(select(GROUPS.c.task_id).where(where)))
-    by_id = {row["id"]: _task(dict(row)) for row in connection.execute(tasks).mappings()}
-    used = select(STEP_GROUPS.c.group_id, STEP_GROUPS.c.step).join(GROUPS, GROUPS.c.id == STEP_GROUPS.c.group_id).where(where)
-    steps_of = {row[0]: row[1] for row in connection.execute(used)}
-    finished = (
-        select(
-            TRAJECTORIES.c.group_id,
-            func.count(func.distinct(TRAJECTORIES.c.member)),
-            func.count(),
-            func.count(TRAJECTORIES.c.stop_reason),
-        )
-        .join(GROUPS, GROUPS.c.id == TRAJECTORIES.c.group_id)
-        .where(where)
-        .group_by(TRAJECTORIES.c.group_id)
-    )
-    members = {row[0]: row[1] if row[2] == row[3] else -1 for row in connection.execute(finished)}
+def groups_of_keys(connection: Connection, keys: Sequence[int]) -> list[GroupRow]:
+    """The groups with these keys, oldest first."""
+    chosen = GROUPS.c.id.in_(keys)
+    rows = [checked(GROUPS, row) for row in connection.execute(select(GROUPS).where(chosen).order_by(GROUPS.c.id)).mappings()]
+    used = connection.execute(select(STEP_GROUPS).where(STEP_GROUPS.c.group_id.in_(keys))).mappings()
+    return _group_rows(connection, rows, [checked(STEP_GROUPS, row) for row in used], chosen)
+
+
+def _group_rows(connection: Connection, rows: list[Row], used: list[Row], chosen: ColumnElement[bool]) -> list[GroupRow]:
+    """The records of checked rows; `used`: their rows in step_groups, `chosen`: the condition that they meet."""
+    query = select(TASKS).where(TASKS.c.id.in_(select(GROUPS.c.task_id).where(chosen)))
+    tasks = {row["id"]: _task(checked(TASKS, row)) for row in connection.execute(query).mappings()}
+    step_of = {row["group_id"]: row["step"] for row in used}
     return [
         GroupRow(
-            f"g{row['id']}",
-            f"r{row['run_id']}",
-            by_id[row["task_id"]],
-            row["size"],
-            row["purpose"],
-            row["policy_version"],
-            members.get(row["id"]) == row["size"],
-            steps_of.get(row["id"]),
-            row["created"],
+            group_id=f"g{row['id']}",
+            run_id=f"r{row['run_id']}",
+            task=tasks[row["task_id"]],
+            complete=row["members"] == row["size"] and row["finished"] == row["trajectories"],
+            step=step_of.get(row["id"]),
+            **{name: row[name] for name in ("size", "purpose", "policy_version", "created")},
         )
         for row in rows
     ]
@@ -136,14 +128,14 @@ def group_rows(connection: Connection, where: ColumnElement[bool]) -> list[Group
 
 def trajectory_values(connection: Connection, group: Row) -> list[Row]:
     """The checked rows of a group's trajectories, by member and part. Raises CorruptionError if one is missing."""
-    query = select(TRAJECTORIES).where(TRAJECTORIES.c.group_id == group["id"])
-    found = connection.execute(query.order_by(TRAJECTORIES.c.member, TRAJECTORIES.c.part)).mappings()
-    rows = [checked(TRAJECTORIES, row) for row in found]
-    if len(rows) != group["trajectories"]:
-        raise CorruptionError(
-            f"group g{group['id']} has {group['trajectories']} trajectories, {len(rows)} were found; restore it from a copy"
-        )
-    return rows
+    try:
+        rows = fetch_all(connection, TRAJECTORIES, group["trajectories"], group_id=group["id"])
+    except CorruptionError as error:
+        raise CorruptionError(f"group g{group['id']}: {error}") from None
+    counts = {"members": sum(not row["part"] for row in rows), "finished": sum(row["stop_reason"] is not None for row in rows)}
+    if any(group[name] != count for name, count in counts.items()):
+        raise CorruptionError(f"group g{group['id']} counts others than were found ({counts}); restore it from a copy")
+    return sorted(rows, key=lambda row: (row["member"], row["part"]))
 
 
 def trajectories(connection: Connection, group: int, group_id: str) -> list[TrajectoryRow]:
@@ -153,11 +145,11 @@ def trajectories(connection: Connection, group: int, group_id: str) -> list[Traj
 
 def open_trajectories(connection: Connection, run: int) -> list[TrajectoryRow]:
     """The run's open trajectories, by group, member and part."""
-    query = select(TRAJECTORIES).join(GROUPS, GROUPS.c.id == TRAJECTORIES.c.group_id)
-    query = query.where(GROUPS.c.run_id == run, TRAJECTORIES.c.stop_reason.is_(None))
-    order = (TRAJECTORIES.c.group_id, TRAJECTORIES.c.member, TRAJECTORIES.c.part)
-    rows = connection.execute(query.order_by(*order)).mappings()
-    return [trajectory_row(checked(TRAJECTORIES, row)) for row in rows]
+    owner = get(connection, RUNS, run, f"r{run}")
+    groups = fetch_all(connection, GROUPS, owner["groups"], run_id=run)
+    unfinished = [group for group in groups if group["finished"] < group["trajectories"]]
+    rows = [row for group in unfinished for row in trajectory_values(connection, group)]
+    return [trajectory_row(row) for row in rows if row["stop_reason"] is None]
 
 
 def trajectory_row(row: Row) -> TrajectoryRow:
@@ -172,38 +164,50 @@ def trajectory_row(row: Row) -> TrajectoryRow:
     )
 
 
-def groups_of_step(connection: Connection, run: int, step: int) -> list[int]:
+def groups_of_step(connection: Connection, step: Row) -> list[int]:
     """Keys of the groups that a step used, in order."""
-    query = select(STEP_GROUPS.c.group_id).where(STEP_GROUPS.c.run_id == run, STEP_GROUPS.c.step == step)
-    return list(connection.execute(query.order_by(STEP_GROUPS.c.position)).scalars())
+    rows = fetch_all(connection, STEP_GROUPS, step["groups"], run_id=step["run_id"], step=step["step"])
+    return [row["group_id"] for row in sorted(rows, key=lambda row: row["position"])]
 
 
 def steps(connection: Connection, run: int, *, first: int = 0, count: int | None = None) -> list[StepRow]:
-    """Steps of a run in order, from step `first` on, at most `count`."""
-    query = select(STEPS).where(STEPS.c.run_id == run, STEPS.c.step >= first).order_by(STEPS.c.step)
-    rows = connection.execute(query if count is None else query.limit(count)).mappings().all()
-    return [_step(connection, checked(STEPS, row)) for row in rows]
+    """Steps of a run in order, from step `first` on, at most `count`. They are numbered without a gap."""
+    owner = get(connection, RUNS, run, f"r{run}")
+    if owner["last_step"] is None:
+        return []
+    begin, end = max(first, owner["last_step"] + 1 - owner["steps"]), owner["last_step"] + 1
+    wanted = range(begin, end if count is None else min(end, begin + count))
+
+    def rows_of(table: Table) -> list[Row]:
+        inside = (table.c.run_id == run, table.c.step >= wanted.start, table.c.step < wanted.stop)
+        return [checked(table, row) for row in connection.execute(select(table).where(*inside).order_by(table.c.step)).mappings()]
+
+    rows, used = rows_of(STEPS), rows_of(STEP_GROUPS)
+    if [row["step"] for row in rows] != list(wanted):
+        raise CorruptionError(f"steps {wanted.start} to {wanted.stop - 1} of run r{run} are not all there; restore from a copy")
+    used_by: dict[int, list[Row]] = {number: [] for number in wanted}
+    for one in used:
+        used_by[one["step"]].append(one)
+    return [_step(row, used_by[row["step"]]) for row in rows]
 
 
 def latest_step(connection: Connection, run: int) -> StepRow | None:
     """The last step of a run."""
-    query = select(STEPS).where(STEPS.c.run_id == run).order_by(STEPS.c.step.desc()).limit(1)
-    row = connection.execute(query).mappings().one_or_none()
-    return None if row is None else _step(connection, checked(STEPS, row))
+    last = get(connection, RUNS, run, f"r{run}")["last_step"]
+    return None if last is None else steps(connection, run, first=last)[0]
 
 
-def _step(connection: Connection, row: Row) -> StepRow:
-    used = groups_of_step(connection, row["run_id"], row["step"])
-    if len(used) != row["groups"]:
+def _step(row: Row, used: list[Row]) -> StepRow:
+    if len({one["group_id"] for one in used}) != row["groups"]:
         raise CorruptionError(f"step {row['step']} used {row['groups']} groups, {len(used)} were found; restore from a copy")
     names = ("step", "first_version", "last_version", "files", "receipt", "created")
-    return StepRow(run_id=f"r{row['run_id']}", group_ids=tuple(f"g{key}" for key in used), **{name: row[name] for name in names})
+    groups = tuple(f"g{one['group_id']}" for one in sorted(used, key=lambda one: one["position"]))
+    return StepRow(run_id=f"r{row['run_id']}", group_ids=groups, **{name: row[name] for name in names})
 
 
 def evaluations(connection: Connection, run: int) -> list[EvaluationRow]:
     """All evaluations of a run, oldest first."""
-    query = select(EVALUATIONS).where(EVALUATIONS.c.run_id == run).order_by(EVALUATIONS.c.id)
-    rows = [checked(EVALUATIONS, row) for row in connection.execute(query).mappings()]
+    rows = fetch_all(connection, EVALUATIONS, get(connection, RUNS, run, f"r{run}")["evaluations"], run_id=run)
     names = ("name", "policy_version", "metrics", "created")
     return [EvaluationRow(f"e{row['id']}", f"r{row['run_id']}", **{name: row[name] for name in names}) for row in rows]
 

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, select
 from longstraw_agents.errors import CorruptionError, StoreError
 from longstraw_agents.storage import blobs
 from longstraw_agents.storage.reading import Stretch, damaged_turn, lineage_of
-from longstraw_agents.storage.rows import Row
+from longstraw_agents.storage.rows import Row, checked
 from longstraw_agents.storage.schema import SpanTable, TurnTable
 from longstraw_agents.types import StopReason
 
@@ -105,16 +105,17 @@ def read_outline(connection: Connection, trajectory: Row, known: Branches) -> Ou
 
 
 def _turns(connection: Connection, stretch: Stretch) -> list[tuple[int, int, int, float, bytes]]:
-    columns = (TURNS.c.start, TURNS.c.observation_tokens, TURNS.c.action_tokens, TURNS.c.reward, TURNS.c.chain)
+    names = ("start", "observation_tokens", "action_tokens", "reward", "chain")
     inside = (TURNS.c.branch_id == stretch.branch_id, TURNS.c.turn >= stretch.first_turn, TURNS.c.turn < stretch.end_turn)
-    return [tuple(row) for row in connection.execute(select(*columns).where(*inside).order_by(TURNS.c.turn))]
+    rows = connection.execute(select(TURNS).where(*inside).order_by(TURNS.c.turn)).mappings()
+    return [tuple(checked(TURNS, row)[name] for name in names) for row in rows]
 
 
 def _marks(connection: Connection, stretch: Stretch, name: str) -> tuple[Positions, Chains]:
     """The marks of a stretch: every multiple of MARK_EVERY in (start, stop]."""
     inside = (SPANS.c.branch_id == stretch.branch_id, SPANS.c.start >= stretch.start, SPANS.c.start < stretch.stop)
-    query = select(SPANS.c.marks).where(*inside, SPANS.c.marks.is_not(None)).order_by(SPANS.c.start)
-    chains = _numbers(b"".join(connection.execute(query).scalars()))
+    query = select(SPANS).where(*inside, SPANS.c.marks.is_not(None)).order_by(SPANS.c.start)
+    chains = _numbers(b"".join(checked(SPANS, row)["marks"] for row in connection.execute(query).mappings()))
     first = stretch.start // blobs.MARK_EVERY + 1
     positions = np.arange(first, stretch.stop // blobs.MARK_EVERY + 1, dtype=np.int64) * blobs.MARK_EVERY
     if len(chains) != len(positions):

@@ -6,6 +6,7 @@ content. A fault is a CorruptionError that names trajectory and turn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,9 +17,9 @@ from sqlalchemy import Connection, Select, bindparam, select
 
 from longstraw_agents.errors import CorruptionError, StoreError
 from longstraw_agents.storage import blobs
-from longstraw_agents.storage.rows import Row, checked
+from longstraw_agents.storage.rows import Row, checked, intact
 from longstraw_agents.storage.schema import BlobTable, BranchTable, SpanTable, ToolCallTable, TurnTable
-from longstraw_agents.types import LogpArray, TokenArray
+from longstraw_agents.types import LogpArray, TokenArray, ToolCall
 
 BRANCHES, TURNS, SPANS, BLOBS, CALLS = (m.__table__ for m in (BranchTable, TurnTable, SpanTable, BlobTable, ToolCallTable))
 
@@ -32,10 +33,10 @@ def _line_query() -> Select[Any]:
 def _span_query(behaviour: bool) -> Select[Any]:
     """The spans of a branch that may hold positions [low, high), with their blobs."""
     tokens, logp = BLOBS.alias(), BLOBS.alias()
-    columns: list[Any] = [SPANS.c.start, SPANS.c.stop, SPANS.c.tokens, SPANS.c.behaviour, SPANS.c.marks, tokens.c.data]
+    columns: list[Any] = [*SPANS.c, tokens.c.data.label("token_data")]
     source = SPANS.outerjoin(tokens, tokens.c.digest == SPANS.c.tokens)
     if behaviour:
-        columns.append(logp.c.data)
+        columns.append(logp.c.data.label("behaviour_data"))
         source = source.outerjoin(logp, logp.c.digest == SPANS.c.behaviour)
     low = SPANS.c.start > bindparam("low") - blobs.SPAN_TOKENS
     inside = (SPANS.c.branch_id == bindparam("branch"), low, SPANS.c.start < bindparam("high"))
@@ -156,19 +157,22 @@ def _stretch_spans(
 ) -> list[Span]:
     rows = connection.execute(_SPANS[behaviour], {"branch": stretch.branch_id, "low": low, "high": high})
     spans: list[Span] = []
-    for row in rows:
-        if row[1] <= low:
+    for row in rows.mappings():
+        start, stop = row["start"], row["stop"]
+        if stop <= low:
             continue
-        if row[0] != (spans[-1].stop if spans else row[0]):
+        if start != (spans[-1].stop if spans else start):
             break
         try:
-            ids = blobs.decode_ids(_content(row[2], row[5]))
-            logp_A = blobs.decode_behaviour(_content(row[3], row[6])) if behaviour and row[3] is not None else None
+            checked(SPANS, row, branch_id=stretch.branch_id)
+            ids = blobs.decode_ids(_content(row["tokens"], row["token_data"]))
+            named = behaviour and row["behaviour"] is not None
+            logp_A = blobs.decode_behaviour(_content(row["behaviour"], row["behaviour_data"])) if named else None
         except CorruptionError as error:
-            raise _damaged(connection, lineage, stretch, row[0], str(error)) from None
-        if len(ids) != row[1] - row[0] or (logp_A is not None and len(logp_A) != len(ids)):
-            raise _damaged(connection, lineage, stretch, row[0], f"span [{row[0]}, {row[1]}) holds {len(ids)} tokens")
-        spans.append(Span(row[0], row[1], ids, logp_A, row[4] or b""))
+            raise _damaged(connection, lineage, stretch, start, str(error)) from None
+        if len(ids) != stop - start or (logp_A is not None and len(logp_A) != len(ids)):
+            raise _damaged(connection, lineage, stretch, start, f"span [{start}, {stop}) holds {len(ids)} tokens")
+        spans.append(Span(start, stop, ids, logp_A, row["marks"] or b""))
     if not spans or spans[0].start > low or spans[-1].stop < high:
         raise _damaged(connection, lineage, stretch, spans[-1].stop if spans else low, "a span is missing")
     return spans
@@ -185,6 +189,14 @@ def blob(connection: Connection, name: bytes) -> bytes:
     return _content(name, connection.execute(select(BLOBS.c.data).where(BLOBS.c.digest == name)).scalar())
 
 
+def read_call(connection: Connection, row: Row) -> ToolCall:
+    """A tool call from its row. Raises CorruptionError where the columns to query by say something else than its blob."""
+    call = ToolCall(**json.loads(blob(connection, row["body"])[1:]))
+    if (row["name"], bool(row["failed"]), row["seconds"]) != (call.name, call.error is not None, call.seconds):
+        raise CorruptionError(f"the row of tool call {row['call']} does not fit its blob")
+    return call
+
+
 def _damaged(connection: Connection, lineage: Lineage, stretch: Stretch, position: int, what: str) -> CorruptionError:
     """The error for a fault at `position`, with the turn that holds it."""
     query = select(TURNS.c.turn).where(TURNS.c.branch_id == stretch.branch_id, TURNS.c.start <= position)
@@ -194,7 +206,7 @@ def _damaged(connection: Connection, lineage: Lineage, stretch: Stretch, positio
 
 def damaged_turn(name: str, turn: int | None, what: str) -> CorruptionError:
     """The error for a fault in one turn."""
-    return CorruptionError(f"trajectory {name}, turn {turn}: {what}; restore it from a copy, or delete its group")
+    return CorruptionError(f"trajectory {name}, turn {turn}: {what}; restore it from a copy, or delete its run")
 
 
 def read_turns(connection: Connection, lineage: Lineage, first: int = 0, stop: int | None = None) -> Iterator[StoredTurn]:
@@ -213,6 +225,8 @@ def read_turns(connection: Connection, lineage: Lineage, first: int = 0, stop: i
         calls, spans = _calls(connection, part), _span_names(connection, part)
         expected = part.first_turn
         for row in rows:
+            if not intact(TURNS, row):
+                raise damaged_turn(lineage.name, expected, "its row does not fit its seal")
             turn = StoredTurn(row, tuple(_within(spans, row)), calls.get(row["turn"], ()))
             digest = blobs.turn_digest(
                 **{name: row[name] for name in _DIGESTED},

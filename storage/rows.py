@@ -1,4 +1,8 @@
-"""Sealed rows: writing a row with the digest of its values, and noticing on reading that a bit has flipped."""
+"""Sealed rows: writing a row with the digest of its values, and noticing on reading that it is not what was written.
+
+Idea: a seal covers the row's key too, and whoever asks for rows knows the values that they must have and how many there are. So a
+flipped bit is noticed in a row, and just as well in what leads to it: an index, a page's pointer, the definition of a table.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from longstraw_agents.storage.blobs import seal
 
 Row = dict[str, Any]
 
+#: Bytes of the seals of rows that are many, where 16 would be a hundredth of the store; one fault in 2**32 fits by chance.
+_SHORT = {"turns": 4, "spans": 4}
+
 
 def nonce() -> bytes:
     """Bytes that name one write."""
@@ -21,28 +28,47 @@ def nonce() -> bytes:
 
 def seal_of(table: Table, row: Mapping[str, Any]) -> bytes:
     """The seal that belongs to `row`, a value for each column of `table`."""
-    values = {c.name: row[c.name] for c in table.columns if c.name != "seal"}
-    return seal(table.name, {name: v.hex() if isinstance(v, bytes) else v for name, v in values.items()})
+    values = {name: row[name] for name in table.columns.keys() if name != "seal"}
+    whole = seal(table.name, {name: v.hex() if isinstance(v, bytes) else v for name, v in values.items()})
+    return whole[: _SHORT.get(table.name)]
 
 
-def checked(table: Table, row: Mapping[str, Any]) -> Row:
-    """`row` as a dict. Raises CorruptionError if its seal does not fit."""
-    row = dict(row)
+def intact(table: Table, row: Mapping[str, Any]) -> bool:
+    """Whether the row's seal fits."""
     try:
-        intact = row["seal"] == seal_of(table, row)
-    except (TypeError, ValueError):
-        intact = False
-    if not intact:
+        return bool(row["seal"] == seal_of(table, row))
+    except (TypeError, ValueError):  # a damaged value of another type than its column's
+        return False
+
+
+def checked(table: Table, row: Mapping[str, Any], **values: Any) -> Row:
+    """`row` as a dict. Raises CorruptionError if its seal does not fit, or if it has other values than it was asked for."""
+    row = dict(row)
+    if not intact(table, row) or any(row[name] != value for name, value in values.items()):
         key = row.get("id", {name: row[name] for name in table.primary_key.columns.keys() if name in row})
         raise CorruptionError(f"the row {key} of table {table.name} does not fit its seal; restore it from a copy")
     return row
 
 
-def fetch(connection: Connection, table: Table, *where: Any, lock: bool = False) -> Row | None:
-    """The one row that meets `where`, checked; None if there is none. `lock` keeps other writers from it (PostgreSQL)."""
-    query = select(table).where(*where)
-    row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
-    return None if row is None else checked(table, row)
+def fetch(connection: Connection, table: Table, *, lock: bool = False, **values: Any) -> Row | None:
+    """The one row with these values, checked; None if there is none. `lock` keeps other writers from it (PostgreSQL)."""
+    query = select(table).where(*(table.c[name] == value for name, value in values.items()))
+    found = connection.execute(query.with_for_update(key_share=True) if lock else query).mappings().one_or_none()
+    return None if found is None else checked(table, found, **values)
+
+
+def fetch_all(connection: Connection, table: Table, count: int, **values: Any) -> list[Row]:
+    """The rows with these values, checked, by primary key. Raises CorruptionError unless there are `count` of them."""
+    keys = list(table.primary_key.columns)
+    query = select(table).where(*(table.c[name] == value for name, value in values.items())).order_by(*keys)
+    rows = [checked(table, row, **values) for row in connection.execute(query).mappings()]
+    different = len({tuple(row[key.name] for key in keys) for row in rows})
+    if not count == len(rows) == different:
+        raise CorruptionError(
+            f"table {table.name} holds {different} different rows with {values or 'any values'} where {count} were written; "
+            "restore the store from a copy"
+        )
+    return rows
 
 
 def insert_sealed(connection: Connection, table: Table, values: Mapping[str, Any]) -> Row:

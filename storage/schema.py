@@ -9,8 +9,11 @@ Vocabulary
     span     at most `SPAN_TOKENS` consecutive tokens of one observation or one action: one blob
     mark     chain digest of all ids before a multiple of `MARK_EVERY`; it depends on the ids alone, not on turn borders
     chain    the same digest at a turn's end
-    seal     digest of a row's other columns: a flipped bit in a row is noticed as one in a blob is
+    seal     digest of a row's other columns, its key among them: a flipped bit in a row is noticed as one in a blob is
     nonce    random bytes chosen by the writer, so that a commit whose outcome is unknown can be sent again
+
+A row that vanished has no seal to look at. So whoever owns rows counts them in its own sealed row: the store its runs, a run its
+groups, steps and evaluations, a group its trajectories; turns and spans have to follow each other without a gap.
 
 Positions and turn indices count from the trajectory's beginning also in branches that leave another one. Parents are no foreign
 keys: they are of the same run and go with it, and each key would cost an index.
@@ -29,7 +32,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from longstraw_agents.errors import CorruptionError
 
 #: Revision that this version of the code reads and writes; revisions are four digits, ascending.
-REVISION = "0001"
+REVISION = "0002"
 
 BigInt = BigInteger().with_variant(Integer, "sqlite")
 
@@ -87,8 +90,17 @@ class Base(DeclarativeBase):
     """All tables of the store."""
 
 
+class StoreTable(Base):
+    """One row: how many runs there are."""
+
+    __tablename__ = "store"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    runs: Mapped[int] = mapped_column(BigInt)
+    seal: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class RunTable(Base):
-    """One training run, or one import."""
+    """One training run, or one import. `last_step` is NULL before the first; `groups_used` counts the rows of step_groups."""
 
     __tablename__ = "runs"
     __table_args__ = {"sqlite_autoincrement": True}
@@ -98,6 +110,11 @@ class RunTable(Base):
     config: Mapped[Any] = mapped_column(Json)
     created: Mapped[float] = mapped_column(Float(53))
     seal: Mapped[bytes] = mapped_column(LargeBinary)
+    groups: Mapped[int] = mapped_column(BigInt, server_default="0")
+    steps: Mapped[int] = mapped_column(BigInt, server_default="0")
+    last_step: Mapped[int | None] = mapped_column(BigInt)
+    groups_used: Mapped[int] = mapped_column(BigInt, server_default="0")
+    evaluations: Mapped[int] = mapped_column(BigInt, server_default="0")
 
 
 class PolicyTable(Base):
@@ -121,10 +138,12 @@ class TaskTable(Base):
     seed: Mapped[int] = mapped_column(BigInteger)
     split: Mapped[str] = mapped_column(AnyText)
     options: Mapped[Any] = mapped_column(Json)
+    seal: Mapped[bytes] = mapped_column(LargeBinary, nullable=True)
 
 
 class GroupTable(Base):
-    """Trajectories of one task whose rewards are compared; `trajectories` counts them, so that a lost row is noticed."""
+    """Trajectories of one task whose rewards are compared. `trajectories`, `members`, `finished` count: rows, those that are a
+    member's first part, those that have ended."""
 
     __tablename__ = "groups"
     __table_args__ = {"sqlite_autoincrement": True}
@@ -138,6 +157,8 @@ class GroupTable(Base):
     trajectories: Mapped[int] = mapped_column(Integer)
     created: Mapped[float] = mapped_column(Float(53))
     seal: Mapped[bytes] = mapped_column(LargeBinary)
+    members: Mapped[int] = mapped_column(Integer, server_default="0")
+    finished: Mapped[int] = mapped_column(Integer, server_default="0")
 
 
 class BranchTable(Base):
@@ -170,6 +191,7 @@ class TurnTable(Base):
     source: Mapped[bytes | None] = mapped_column(LargeBinary)
     digest: Mapped[bytes] = mapped_column(LargeBinary)
     chain: Mapped[bytes] = mapped_column(LargeBinary)
+    seal: Mapped[bytes] = mapped_column(LargeBinary, nullable=True)
 
 
 class SpanTable(Base):
@@ -183,6 +205,7 @@ class SpanTable(Base):
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     behaviour: Mapped[bytes | None] = mapped_column(LargeBinary)
     marks: Mapped[bytes | None] = mapped_column(LargeBinary)
+    seal: Mapped[bytes] = mapped_column(LargeBinary, nullable=True)
 
 
 class ToolCallTable(Base):
@@ -255,6 +278,7 @@ class StepGroupTable(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), index=True)
     step: Mapped[int] = mapped_column(BigInt)
     position: Mapped[int] = mapped_column(Integer)
+    seal: Mapped[bytes] = mapped_column(LargeBinary, nullable=True)
 
 
 class EvaluationTable(Base):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, delete, func, insert, select, text
 
-from longstraw_agents.errors import ConfigError, StoreError
+from longstraw_agents.errors import ConfigError, NotStoredError, StoreError
 from longstraw_agents.storage import blobs, history, listing, reading
 from longstraw_agents.storage.database import Database, StoreConfig
 from longstraw_agents.storage.migrations import require_current, revision_of, upgrade
@@ -36,6 +36,7 @@ from longstraw_agents.storage.schema import (
     RunTable,
     StepGroupTable,
     StepTable,
+    StoreTable,
     TaskTable,
     TrajectoryTable,
     canonical,
@@ -43,9 +44,19 @@ from longstraw_agents.storage.schema import (
 from longstraw_agents.storage.secrets import redact, redact_turn, redact_value
 from longstraw_agents.types import Group, StopReason, Task, TokenArray, Trajectory, Turn
 
-RUNS, POLICIES, TASKS, GROUPS, TRAJECTORIES, STEPS, STEP_GROUPS, EVALUATIONS = (
+STORE, RUNS, POLICIES, TASKS, GROUPS, TRAJECTORIES, STEPS, STEP_GROUPS, EVALUATIONS = (
     model.__table__
-    for model in (RunTable, PolicyTable, TaskTable, GroupTable, TrajectoryTable, StepTable, StepGroupTable, EvaluationTable)
+    for model in (
+        StoreTable,
+        RunTable,
+        PolicyTable,
+        TaskTable,
+        GroupTable,
+        TrajectoryTable,
+        StepTable,
+        StepGroupTable,
+        EvaluationTable,
+    )
 )
 
 PURPOSES = ("train", "eval")
@@ -91,11 +102,14 @@ class Store:
 
     def create_run(self, name: str, config: Mapping[str, Any]) -> str:
         """Begins a run with its configuration (JSON-able); returns its id."""
-        values = {"nonce": nonce(), "name": redact(name), "config": _json(config, "the run's config"), "created": time.time()}
+        values: Row = {"nonce": nonce(), "name": redact(name), "config": _json(config, "the run's config")}
+        values |= {"created": time.time(), "groups": 0, "steps": 0, "last_step": None, "groups_used": 0, "evaluations": 0}
 
         def action(connection: Connection) -> int:
-            if (row := fetch(connection, RUNS, RUNS.c.nonce == values["nonce"])) is not None:
+            whole = listing.store_row(connection, lock=True)
+            if (row := fetch(connection, RUNS, nonce=values["nonce"])) is not None:
                 return row["id"]
+            update_sealed(connection, STORE, whole, runs=whole["runs"] + 1)
             key = insert_sealed(connection, RUNS, values)["id"]
             connection.execute(insert(POLICIES).values(run_id=key, version=0, step=None, created=values["created"]))
             return key
@@ -107,13 +121,17 @@ class Store:
         return self.database.read(listing.runs)
 
     def delete_run(self, run_id: str) -> None:
-        """Deletes a run with all that belongs to it. Its blobs stay until `gc`, because others may share them."""
+        """Deletes a run, a damaged one too, with all that belongs to it. Its blobs stay until `gc`: others may share them."""
         key = listing.key_of("r", run_id)
 
         def action(connection: Connection) -> None:
-            connection.execute(delete(RUNS).where(RUNS.c.id == key))
+            whole = listing.store_row(connection, lock=True)
+            deleted = connection.execute(delete(RUNS).where(RUNS.c.id == key)).rowcount
+            update_sealed(connection, STORE, whole, runs=whole["runs"] - deleted)
 
-        listing.require(self.database, RUNS, key, run_id)
+        there = select(RUNS.c.id).where(RUNS.c.id == key)
+        if self.database.read(lambda connection: connection.execute(there).first()) is None:
+            raise NotStoredError(f"run {run_id} is not in the store")
         self.database.write(action)
 
     def add_group(self, run_id: str, task: Task, size: int, *, purpose: str = "train", policy_version: int = 0) -> str:
@@ -127,14 +145,15 @@ class Store:
             "size": int(size),
             "purpose": purpose,
             "policy_version": int(policy_version),
-            "trajectories": 0,
+            **{"trajectories": 0, "members": 0, "finished": 0},
             "created": time.time(),
         }
 
         def action(connection: Connection) -> int:
-            if (row := fetch(connection, GROUPS, GROUPS.c.nonce == values["nonce"])) is not None:
+            if (row := fetch(connection, GROUPS, nonce=values["nonce"])) is not None:
                 return row["id"]
-            listing.get(connection, RUNS, run, run_id)
+            owner = listing.get(connection, RUNS, run, run_id, lock=True)
+            update_sealed(connection, RUNS, owner, groups=owner["groups"] + 1)
             return insert_sealed(connection, GROUPS, {**values, "task_id": _task_key(connection, task)})["id"]
 
         return f"g{self.database.write(action)}"
@@ -143,7 +162,7 @@ class Store:
         self, run_id: str, *, purpose: str | None = None, complete: bool | None = None, unused: bool | None = None
     ) -> list[GroupRow]:
         """The run's groups, oldest first. complete: all members finished (True) or not (False); unused: by any step."""
-        found = self.database.read(lambda connection: listing.groups(connection, listing.key_of("r", run_id), run_id))
+        found = self.database.read(lambda connection: listing.groups(connection, listing.key_of("r", run_id)))
         return [
             group
             for group in found
@@ -170,13 +189,12 @@ class Store:
                 raise ConfigError(f"group {group_id} has members 0 to {row['size'] - 1}, got {member}")
             start = _start_of(connection, row, member, parent_key, parent, parent_turns)
             place = {"group_id": group, "member": member, "part": start["part"]}
-            where = [TRAJECTORIES.c[name] == value for name, value in place.items()]
-            if (there := fetch(connection, TRAJECTORIES, *where)) is not None:
+            if (there := fetch(connection, TRAJECTORIES, **place)) is not None:
                 return there["id"]
             values = {
                 **place,
                 **start,
-                "weight": float(weight),
+                "weight": history.finite(weight, "the weight"),
                 "stop_reason": None,
                 "reward": None,
                 "reward_parts": {},
@@ -184,7 +202,8 @@ class Store:
                 "created": time.time(),
                 "finished": None,
             }
-            update_sealed(connection, GROUPS, row, trajectories=row["trajectories"] + 1)
+            counts = {"trajectories": row["trajectories"] + 1, "members": row["members"] + (start["part"] == 0)}
+            update_sealed(connection, GROUPS, row, **counts)
             return insert_sealed(connection, TRAJECTORIES, values)["id"]
 
         return f"t{self.database.write(action)}"
@@ -238,7 +257,7 @@ class Store:
             "reward": None if reward is None else parts["reward"],
             "reward_parts": {name: parts[name] for name in reward_parts},
             "success": None if success is None else bool(success),
-            **({} if weight is None else {"weight": float(weight)}),
+            **({} if weight is None else {"weight": history.finite(weight, "the weight")}),
         }
         trailing = None if trailing_observation is None else blobs.as_ids(trailing_observation, "trailing observation")
 
@@ -253,6 +272,8 @@ class Store:
                 last = history.encode_turn(Turn(trailing, np.zeros(0, np.int32), np.zeros(0, np.float32), policy_version=-1))
                 changes = history.append(connection, row, _run_of(connection, row), last)
             update_sealed(connection, TRAJECTORIES, row, **changes, **end, finished=time.time())
+            group = listing.get(connection, GROUPS, row["group_id"], f"g{row['group_id']}", lock=True)
+            update_sealed(connection, GROUPS, group, finished=group["finished"] + 1)
 
         self.database.write(action)
 
@@ -351,19 +372,20 @@ class Store:
         }
 
         def action(connection: Connection) -> None:
-            listing.get(connection, RUNS, run, run_id, lock=True)
-            there = fetch(connection, STEPS, STEPS.c.run_id == run, STEPS.c.step == values["step"])
-            used = listing.groups_of_step(connection, run, step)
+            owner = listing.get(connection, RUNS, run, run_id, lock=True)
+            there = fetch(connection, STEPS, run_id=run, step=values["step"])
             if there is not None:
-                if {name: there[name] for name in values} != values or used != keys:
+                if {name: there[name] for name in values} != values or listing.groups_of_step(connection, there) != keys:
                     raise StoreError(f"step {step} of run {run_id} is committed with other content; it is never changed")
                 return
-            _require_next(connection, run, run_id, step, keys)
+            _require_next(connection, owner, step, keys)
+            counts = {"steps": owner["steps"] + 1, "groups_used": owner["groups_used"] + len(keys)}
+            update_sealed(connection, RUNS, owner, **counts, last_step=values["step"])
             row = {**values, "created": time.time()}
             connection.execute(insert(STEPS).values(**row, seal=seal_of(STEPS, row)))
             if keys:
-                used_rows = [{"group_id": g, "run_id": run, "step": step, "position": i} for i, g in enumerate(keys)]
-                connection.execute(insert(STEP_GROUPS), used_rows)
+                used: list[Row] = [{"group_id": g, "run_id": run, "step": step, "position": i} for i, g in enumerate(keys)]
+                connection.execute(insert(STEP_GROUPS), [{**one, "seal": seal_of(STEP_GROUPS, one)} for one in used])
             known = connection.execute(select(func.max(POLICIES.c.version)).where(POLICIES.c.run_id == run)).scalar()
             made = [
                 {"run_id": run, "version": version, "step": step, "created": row["created"]}
@@ -397,9 +419,10 @@ class Store:
         }
 
         def action(connection: Connection) -> int:
-            if (row := fetch(connection, EVALUATIONS, EVALUATIONS.c.nonce == values["nonce"])) is not None:
+            if (row := fetch(connection, EVALUATIONS, nonce=values["nonce"])) is not None:
                 return row["id"]
-            listing.get(connection, RUNS, run, run_id)
+            owner = listing.get(connection, RUNS, run, run_id, lock=True)
+            update_sealed(connection, RUNS, owner, evaluations=owner["evaluations"] + 1)
             return insert_sealed(connection, EVALUATIONS, values)["id"]
 
         return f"e{self.database.write(action)}"
@@ -439,14 +462,12 @@ def _task_key(connection: Connection, task: Task) -> int:
     if not -(2**63) <= values["seed"] < 2**63:
         raise ConfigError(f"a task's seed must fit 64 bits, got {task.seed}")
     name = blobs.seal("task", values)
-    key = connection.execute(select(TASKS.c.id).where(TASKS.c.digest == name)).scalar()
-    if key is None:
-        key = connection.execute(insert(TASKS).values(**values, digest=name).returning(TASKS.c.id)).scalar_one()
-    return key
+    row = fetch(connection, TASKS, digest=name) or insert_sealed(connection, TASKS, {**values, "digest": name})
+    return row["id"]
 
 
 def _run_of(connection: Connection, trajectory: Row) -> int:
-    return connection.execute(select(GROUPS.c.run_id).where(GROUPS.c.id == trajectory["group_id"])).scalar_one()
+    return listing.get(connection, GROUPS, trajectory["group_id"], f"g{trajectory['group_id']}")["run_id"]
 
 
 def _start_of(
@@ -468,16 +489,15 @@ def _start_of(
     return start
 
 
-def _require_next(connection: Connection, run: int, run_id: str, step: int, groups: list[int]) -> None:
-    """Raises StoreError unless `step` comes next and its groups are of this run, each new."""
-    last = connection.execute(select(func.max(STEPS.c.step)).where(STEPS.c.run_id == run)).scalar()
+def _require_next(connection: Connection, run: Row, step: int, groups: list[int]) -> None:
+    """Raises StoreError unless `step` comes next in the run and its groups are of it, each new."""
+    last = run["last_step"]
     if last is not None and step != last + 1:
-        raise StoreError(f"run {run_id} has steps up to {last}; step {last + 1} must come next, not {step}")
+        raise StoreError(f"run r{run['id']} has steps up to {last}; step {last + 1} must come next, not {step}")
     if len(set(groups)) != len(groups):
         raise StoreError(f"step {step} names a group twice")
     for key in groups:
-        row = listing.get(connection, GROUPS, key, f"g{key}")
-        taken = connection.execute(select(STEP_GROUPS.c.step).where(STEP_GROUPS.c.group_id == key)).scalar()
-        if row["run_id"] != run or taken is not None:
-            why = f"serves step {taken} already" if taken is not None else "belongs to another run"
+        row, taken = listing.get(connection, GROUPS, key, f"g{key}"), fetch(connection, STEP_GROUPS, group_id=key)
+        if row["run_id"] != run["id"] or taken is not None:
+            why = f"serves step {taken['step']} already" if taken is not None else "belongs to another run"
             raise StoreError(f"group g{key} {why}; a group is trained on once")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import sqlite3
+from pathlib import Path
 
-from longstraw_agents.storage import Store
+import numpy as np
+from sqlalchemy import Connection, MetaData, insert
+
+from longstraw_agents.storage import Store, StoreConfig
+from longstraw_agents.storage.admin import set_sequences
+from longstraw_agents.storage.database import Database
+from longstraw_agents.storage.migrations import upgrade
 from longstraw_agents.types import StopReason, Task, Turn
 
 TASK = Task("longstraw/Lookup-v0", 7, "train", {"rows": 3})
@@ -41,3 +48,25 @@ def assert_same_turn(left: Turn, right: Turn) -> None:
         assert getattr(left, name) == getattr(right, name), name
     assert dict(left.reward_parts) == dict(right.reward_parts)
     assert list(left.tool_calls) == list(right.tool_calls)
+
+
+def write_old_store(url: str) -> None:
+    """Makes the store of tests/data/store-0001.sql at `url`: written by the first schema; t7 is open."""
+    memory = sqlite3.connect(":memory:")
+    memory.executescript((Path(__file__).parent / "data" / "store-0001.sql").read_text())
+    database = Database(url, StoreConfig(), create=True)
+
+    def fill(connection: Connection) -> None:
+        upgrade(connection, "0001")
+        tables = MetaData()
+        tables.reflect(connection)
+        for table in tables.sorted_tables:
+            if table.name != "alembic_version":
+                names = table.columns.keys()
+                rows = memory.execute(f"SELECT {', '.join(names)} FROM {table.name}").fetchall()
+                connection.execute(insert(table), [dict(zip(names, row, strict=True)) for row in rows])
+        if connection.dialect.name == "postgresql":
+            set_sequences(connection, tables.sorted_tables)
+
+    database.write(fill)
+    database.close()

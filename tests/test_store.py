@@ -143,6 +143,19 @@ def test_bad_content_is_refused_and_leaves_nothing(store: Store) -> None:
     assert store.stats() == before
 
 
+def test_any_finite_number_is_a_reward(store: Store) -> None:
+    _, group = begin(store)
+    for member, value in enumerate([-0.0, 5e-324, -1.7e308, 0.1 + 0.2]):
+        turn = make_turn(member, reward=value, reward_parts={"part": value})
+        trajectory = store.add_trajectory(group, member, weight=abs(value))
+        store.append_turn(trajectory, 0, turn)
+        store.finish_trajectory(trajectory, StopReason.ANSWERED, value, {"part": value})
+        assert_same_turn(store.turns(trajectory)[0], turn)
+        assert store.load_trajectory(trajectory).reward == value
+    with pytest.raises(NonFiniteError, match="weight"):
+        store.add_trajectory(store.add_group("r1", TASK, 1), 0, weight=float("nan"))
+
+
 def test_what_is_not_there_is_named(store: Store) -> None:
     run, group = begin(store)
     for call in (

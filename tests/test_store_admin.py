@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from sqlalchemy import text
-from store_made import TASK, begin, make_turn, tokens_of, write
+from store_made import TASK, begin, make_turn, tokens_of, write, write_old_store
 
 from longstraw_agents.cli import main
 from longstraw_agents.errors import CorruptionError, SchemaError, StoreError
-from longstraw_agents.storage import Store, admin
+from longstraw_agents.storage import Store, StoreConfig, admin
+from longstraw_agents.storage.database import Database
+from longstraw_agents.storage.schema import REVISION
 from longstraw_agents.types import StopReason, ToolCall
 
 
@@ -55,7 +57,7 @@ DAMAGE = {
     "span missing": ("DELETE FROM spans WHERE branch_id = 1 AND start = 3000", "t1, turn 0"),
     "turn missing": ("DELETE FROM turns WHERE branch_id = 1 AND turn = 2", "t1, turn 2"),
     "chain": ("UPDATE turns SET chain = digest WHERE branch_id = 1 AND turn = 2", "t1, turn 2"),
-    "marks": ("UPDATE spans SET marks = tokens WHERE branch_id = 1 AND start = 3000", "marks"),
+    "marks": ("UPDATE spans SET marks = tokens WHERE branch_id = 1 AND start = 3000", "t1, turn 0"),
     "behaviour": ("UPDATE spans SET behaviour = NULL WHERE branch_id = 1 AND start = 3000", "t1, turn 0"),
     "call": ("DELETE FROM tool_calls", "t1, turn 1"),
     "source": ("DELETE FROM blobs WHERE digest = (SELECT source FROM turns WHERE source IS NOT NULL)", "t1, turn 1"),
@@ -65,6 +67,14 @@ DAMAGE = {
     "trajectory missing": ("DELETE FROM trajectories WHERE id = 3", "group g1"),
     "task": ("UPDATE tasks SET seed = 8", "task 1"),
     "evaluation": ("UPDATE evaluations SET policy_version = 2", "evaluations"),
+    "evaluation missing": ("DELETE FROM evaluations", "run r1"),
+    "policy": ("UPDATE policies SET step = 5 WHERE version = 1", "run r1"),
+    "policy missing": ("DELETE FROM policies WHERE version = 0", "run r1"),
+    "group used": ("UPDATE step_groups SET position = 1", "step_groups"),
+    "runs": ("UPDATE store SET runs = 2", "store"),
+    "run missing": ("DELETE FROM runs", "store"),
+    "call name": ("UPDATE tool_calls SET name = 'look'", "t1, turn 1"),
+    "span moved": ("UPDATE spans SET branch_id = 3 WHERE branch_id = 1 AND start = 4540", "t1, turn 2"),
     "config": ("UPDATE runs SET config = '{'", "cannot be read"),
 }
 
@@ -76,6 +86,39 @@ def test_damage_is_found_and_named(store: Store, kind: str) -> None:
     damage(store, statement)
     problems = [f"{problem.where}: {problem.what}" for problem in admin.check(store)]
     assert any(place in problem for problem in problems), problems
+
+
+VANISHED = {
+    "run": ("DELETE FROM runs WHERE id = 2", Store.runs),
+    "store": ("DELETE FROM store", Store.runs),
+    "group": ("DELETE FROM groups WHERE id = 2", lambda store: store.groups("r1")),
+    "open group": ("DELETE FROM groups WHERE id = 2", lambda store: store.open_trajectories("r1")),
+    "group of another run": ("UPDATE groups SET run_id = 2 WHERE id = 2", lambda store: store.groups("r2")),
+    "trajectory": ("DELETE FROM trajectories WHERE id = 4", lambda store: store.open_trajectories("r1")),
+    "finished": ("UPDATE trajectories SET stop_reason = 'answered' WHERE id = 4", lambda store: store.open_trajectories("r1")),
+    "step": ("DELETE FROM steps", lambda store: store.latest_step("r1")),
+    "steps": ("DELETE FROM steps", lambda store: store.steps("r1")),
+    "used": ("DELETE FROM step_groups", lambda store: store.groups("r1")),
+    "evaluation": ("DELETE FROM evaluations", lambda store: store.evaluations("r1")),
+    "turn": ("DELETE FROM turns WHERE branch_id = 1 AND turn = 1", lambda store: store.outlines(["t1"])),
+    "reward": ("UPDATE turns SET reward = 9.0 WHERE branch_id = 1 AND turn = 1", lambda store: store.outlines(["t1"])),
+    "tokens": (
+        "UPDATE spans SET tokens = (SELECT tokens FROM spans WHERE branch_id = 1 AND start = 4570) "
+        "WHERE branch_id = 1 AND start = 4530",
+        lambda store: store.read_tokens("t1", 4530, 4535),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", VANISHED)
+def test_what_vanished_is_missed_when_it_is_read(store: Store, kind: str) -> None:
+    fill(store)
+    store.create_run("another", {})
+    statement, read = VANISHED[kind]
+    read(store)
+    damage(store, statement)
+    with pytest.raises(CorruptionError):
+        read(store)
 
 
 def test_what_is_not_damaged_stays_usable(store: Store) -> None:
@@ -143,7 +186,7 @@ def test_the_commands(tmp_path) -> None:
         assert result.exit_code == status, result.output
         return json.loads(open(report).read())
 
-    assert run("upgrade", path)["after"] == "0001"
+    assert run("upgrade", path)["after"] == REVISION
     assert run("check", path) == {"problems": []}
     assert run("stats", path)["trajectories"] == 4
     assert run("copy", path, target)["turns"] == 5
@@ -153,6 +196,37 @@ def test_the_commands(tmp_path) -> None:
     assert run("check", path, status=1)["problems"]
     missing = CliRunner().invoke(main, ["db", "stats", str(tmp_path / "none.sqlite")])
     assert missing.exit_code == 1 and "no store at" in missing.output and "Traceback" not in missing.output
+
+
+def test_a_store_of_the_first_schema_goes_on(store_url: str) -> None:
+    write_old_store(store_url)
+    with pytest.raises(SchemaError, match="0001.*longstraw db upgrade"):
+        Store.open(store_url)
+    assert admin.upgrade_store(store_url) == ("0001", REVISION)
+    with Store.open(store_url) as store:
+        assert admin.check(store) == []
+        first, second, last = store.groups("r1")
+        assert (first.complete, first.step, second.step, last.complete, last.step) == (True, 0, 1, False, None)
+        assert [step.group_ids for step in store.steps("r1")] == [("g1",), ("g2",)]
+        assert len(store.evaluations("r1")) == 1 and [row.trajectory_id for row in store.open_trajectories("r1")] == ["t7"]
+        assert len(store.turns("t6")) == 5 and store.load_group("g2").trajectories[2].reward == 1.0
+        store.append_turn("t7", 1, make_turn(1))
+        store.finish_trajectory("t7", StopReason.ANSWERED, 1.0, {})
+        write(store, "g3", 1, [make_turn(2)])
+        store.commit_step("r1", step=2, first_version=2, last_version=3, group_ids=["g3"], files={}, receipt={})
+        assert admin.check(store) == []
+
+
+def test_an_upgrade_does_not_seal_damage_in(store_url: str) -> None:
+    write_old_store(store_url)
+    database = Database(store_url, StoreConfig(), create=False)
+    database.write(lambda connection: connection.execute(text("UPDATE groups SET size = 9 WHERE id = 2")))
+    database.close()
+    admin.upgrade_store(store_url)
+    with Store.open(store_url) as store:
+        with pytest.raises(CorruptionError, match="groups"):
+            store.groups("r1")
+        assert len(store.load_group("g1").trajectories) == 3
 
 
 def test_an_empty_or_newer_store_is_not_upgraded(tmp_path) -> None:

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import text
+from sqlalchemy import select, update
 
 from longstraw_agents.errors import ConfigError, CorruptionError, GroupError
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
 from longstraw_agents.storage import Store
+from longstraw_agents.storage.rows import seal_of
+from longstraw_agents.storage.schema import SpanTable
 from longstraw_agents.store_tree import TreeConfig, stored_tree, trees
 from longstraw_agents.types import StopReason, Task, Turn
+
+SPANS = SpanTable.__table__
 
 
 def write(store: Store, group: str, member: int, tokens: np.ndarray, borders: list[int]) -> str:
@@ -104,9 +108,10 @@ def test_a_damaged_chain_digest_is_noticed(store: Store) -> None:
     tokens = np.arange(5000, dtype=np.int32)
     names = [write(store, group, member, tokens, [1000 + member]) for member in range(2)]
     with store.database.engine.begin() as connection:
-        marked = text("SELECT start, length(marks) FROM spans WHERE branch_id = 1 AND marks IS NOT NULL")
-        for start, length in connection.execute(marked).all():
-            change = text("UPDATE spans SET marks = :zeros WHERE branch_id = 1 AND start = :start")
-            connection.execute(change, {"zeros": bytes(length), "start": start})
+        marked = select(SPANS).where(SPANS.c.branch_id == 1, SPANS.c.marks.is_not(None))
+        for row in connection.execute(marked).mappings().all():
+            wrong = {**row, "marks": bytes(len(row["marks"]))}
+            this = update(SPANS).where(SPANS.c.branch_id == 1, SPANS.c.start == row["start"])
+            connection.execute(this.values(marks=wrong["marks"], seal=seal_of(SPANS, wrong)))
     with pytest.raises(CorruptionError, match="not the same chain digest"):
         stored_tree(store, names)
