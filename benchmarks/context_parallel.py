@@ -18,7 +18,7 @@ exist. When a stage fails or runs out of time, the processes end with a tracebac
                 run is the end of the path: all states are there (copies of the first chunk's), and the last chunk is replayed
 
 Weights are random; LoRA r = 8 on all linear layers. NCCL on GPUs, gloo where there are none (to try the script out:
-`--model tiny --parity-models tiny,hybrid_small --tokens 512 --context 4096 --chunk 256 --fit-context 1024`).
+`--scale tiny --tokens 512 --context 4096 --response 64 --chunk 512 --fit-context 1024`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from typing import Any
 # The delta rule as transformers has it: kernels of flash-linear-attention multiply in TF32, which is no float32 to compare with.
 sys.modules["fla"] = None  # type: ignore[assignment]
 
-import long_context  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from long_context import CONFIGS, build, in_float32, make_group, timed  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.long_exactness import in_float32  # noqa: E402
+from benchmarks.long_runs import timed  # noqa: E402
+from benchmarks.long_shapes import DEVICE, SHAPES, build, hybrid, make_group  # noqa: E402
 from longstraw_agents import figures  # noqa: E402
 from longstraw_agents.errors import RankError  # noqa: E402
 from longstraw_agents.launch import launch  # noqa: E402
@@ -58,13 +61,9 @@ from longstraw_agents.trainer.state import Run  # noqa: E402
 from longstraw_agents.trainer.update import Trainer, TrainerConfig  # noqa: E402
 from longstraw_agents.types import Group  # noqa: E402
 
-CONFIGS["hybrid_small"] = lambda: (
-    transformers.Qwen3_5ForCausalLM,
-    transformers.Qwen3_5TextConfig(
-        vocab_size=32768, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64,
-        linear_value_head_dim=64, max_position_embeddings=2**23,
-    ),
+SHAPES["hybrid_small"] = hybrid(
+    vocab_size=32768, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64,
 )  # fmt: skip
 
 #: Seconds that a stage may take, the start of the processes not counted.
@@ -77,12 +76,17 @@ Keep = Callable[[str, Any], None]
 
 def on_gpu() -> bool:
     """Whether this run has GPUs."""
-    return long_context.DEVICE.type == "cuda"
+    return DEVICE.type == "cuda"
 
 
-def model_of(name: str, dtype: torch.dtype) -> Any:
+def vocabulary(options: argparse.Namespace, name: str) -> int:
+    """Token ids of the named shape."""
+    return int(SHAPES[name].make(options.scale).vocab_size)
+
+
+def model_of(options: argparse.Namespace, name: str, dtype: torch.dtype) -> Any:
     """The named shape; its weights are the float32 ones, rounded. Adapters stay float32."""
-    model = build(name, torch.float32)
+    model = build(name, torch.float32, options.scale)
     for parameter_name, parameter in model.named_parameters():
         if "lora_" not in parameter_name:
             parameter.data = parameter.data.to(dtype)
@@ -122,11 +126,11 @@ def new_trainer(options: argparse.Namespace, gradient: str, ranks: Ranks, model:
 
 def one_update(options: argparse.Namespace, gradient: str, ranks: Ranks) -> dict[str, Any]:
     """One update at `--context` tokens, G = 2, after a small one that warms up; what the receipt says of it."""
-    model = build(options.model, torch.bfloat16)
-    vocabulary = CONFIGS[options.model]()[1].vocab_size
+    model = build(options.model, torch.bfloat16, options.scale)
     response = min(options.response, options.context // 8)
-    new_trainer(options, gradient, ranks, model).update([make_group(8 * response, response, 2, vocabulary)])
-    group = make_group(options.context - response, response, 2, vocabulary)
+    warm = make_group(8 * response, response, 2, vocabulary(options, options.model))
+    new_trainer(options, gradient, ranks, model).update([warm])
+    group = make_group(options.context - response, response, 2, vocabulary(options, options.model))
     receipt, measured = timed(lambda: new_trainer(options, gradient, ranks, model).update([group]))
     return measured | {
         "gradient": gradient, "context": options.context, "chunk": options.chunk, "by_kind": dict(receipt.seconds),
@@ -158,14 +162,14 @@ def stage_one(options: argparse.Namespace, ranks: Ranks, keep: Keep) -> None:
 def inputs_of(options: argparse.Namespace, name: str) -> tuple[Group, Tensor]:
     """A group of two at `--tokens`, and random coefficients for its loss tokens."""
     response = min(256, options.tokens // 4)
-    group = make_group(options.tokens - response, response, 2, CONFIGS[name]()[1].vocab_size)
+    group = make_group(options.tokens - response, response, 2, vocabulary(options, name))
     return group, torch.randn(2 * response, generator=torch.Generator().manual_seed(0)) / response
 
 
 def ours(options: argparse.Namespace, name: str, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
     """The gradient of sum(c * logp) by our engine on these processes, in float32."""
     group, c = inputs_of(options, name)
-    model = model_of(name, dtype)
+    model = model_of(options, name, dtype)
     config = ReplayConfig(chunk=options.parity_chunk, pack=options.parity_chunk)
     Engine(model, config, ranks).open(segment(group.trajectories)).backward(c)
     sum_gradients([(n, p) for n, p in model.named_parameters() if p.requires_grad], ranks)
@@ -175,7 +179,7 @@ def ours(options: argparse.Namespace, name: str, dtype: torch.dtype, ranks: Rank
 def theirs(options: argparse.Namespace, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Conventional training's gradient of the same loss, member by member, in float32."""
     group, c = inputs_of(options, name)
-    model = model_of(name, dtype)
+    model = model_of(options, name, dtype)
     if dtype == torch.float32 and on_gpu():
         model.get_base_model().config.get_text_config()._attn_implementation = in_float32()  # type: ignore[operator]
     conventional.backward(
@@ -223,7 +227,7 @@ def stage_bfloat16(options: argparse.Namespace, ranks: Ranks, keep: Keep) -> Non
 
 def stage_identical(options: argparse.Namespace, ranks: Ranks, keep: Keep) -> None:
     """Ten steps. `Trainer` compares digests after each; here every bit is compared with process 0's too."""
-    model = build(options.model, torch.bfloat16)
+    model = build(options.model, torch.bfloat16, options.scale)
     trainer = new_trainer(options, "exact", ranks, model, rate=1e-3)
     group, _ = inputs_of(options, options.model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -267,11 +271,10 @@ def end_of_path(options: argparse.Namespace, gradient: str, ranks: Ranks, length
 
     In use is what PyTorch had reserved at its peak and what else is taken (the context, NCCL's buffers, compiled kernels).
     """
-    model = build(options.model, torch.bfloat16)
+    model = build(options.model, torch.bfloat16, options.scale)
     engine = Engine(model, ReplayConfig(gradient, chunk=options.chunk, pack=options.pack, logit_piece=1024), ranks)
-    vocabulary = CONFIGS[options.model]()[1].vocab_size
     # The shared part's inputs are whole chunks: one token fewer than its tokens.
-    tree = segment(make_group(length - options.chunk + 1, options.chunk, 2, vocabulary).trajectories)
+    tree = segment(make_group(length - options.chunk + 1, options.chunk, 2, vocabulary(options, options.model)).trajectories)
     replay, root = engine.open(tree), tree.nodes[0]
 
     def run() -> None:
@@ -318,7 +321,7 @@ def work(options: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(90, exit=True)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    ranks = join(Layout(cp=options.nproc, timeout=3600), long_context.DEVICE.type)
+    ranks = join(Layout(cp=options.nproc, timeout=3600), DEVICE.type)
     found = json.loads(options.out.read_text())
     found |= {"provenance": figures.provenance(), "device": torch.cuda.get_device_name() if on_gpu() else "cpu"}
     for stage in options.stages.split(","):
@@ -418,7 +421,8 @@ def main() -> None:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--seconds", type=float, default=560, help="after which no stage is begun, and the last one is ended")
     parser.add_argument("--out", type=Path, default=Path("context_parallel.json"))
-    parser.add_argument("--model", default="smollm2_135m", choices=CONFIGS)
+    parser.add_argument("--model", default="smollm2_135m", choices=SHAPES)
+    parser.add_argument("--scale", default="full", choices=["full", "tiny"])
     parser.add_argument("--parity-models", default="smollm2_135m,hybrid_small")
     parser.add_argument("--parity-chunk", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=16384)
