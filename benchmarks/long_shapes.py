@@ -139,8 +139,13 @@ def build(
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    """LoRA r = 8 on all linear layers but the head and an indexer's, with random B: through zeros A has no gradient."""
+    """LoRA r = 8 on all linear layers but the head and an indexer's, with random B: through zeros A has no gradient.
+
+    With experts, on attention's alone: PEFT reads the names of a dense layer's projections as the fused experts'.
+    """
     targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head" and ".indexer." not in n]
+    if any("experts." in n for n, _ in model.named_parameters()):
+        targets = [n for n in targets if ".self_attn." in n]
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets))
     device = next(model.parameters()).device
     if device.type != "meta":

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 
 from longstraw_agents.errors import ModelError
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import architectures, comparison, conventional, routing, sparse
+from longstraw_agents.trainer import architectures, comparison, conventional, indexing, routing, sparse
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.replay import Engine, ReplayConfig, TreeReplay
@@ -145,6 +145,19 @@ def test_tied_scores_select_alike_in_every_chunking() -> None:
         results = [replayed(model, ReplayConfig(chunk=chunk, pack=1), data) for chunk in (31, ONE_CHUNK)]
     assert float((results[0][1] - results[1][1]).abs().max()) < 1e-11
     assert comparison.compare(results[0][2], results[1][2]).worst < 1e-10
+
+
+@pytest.mark.parametrize(("name", "right"), [("deepseek_v32", True), ("glm_moe_dsa", True), ("glm_moe_dsa", False)])
+def test_an_indexer_taken_apart_selects_alike_or_is_not(name: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, config = models.build(name, dtype=torch.float32), trees.unequal_tree(), ReplayConfig(chunk=31, pack=1)
+    own, calls, scores = replayed(model, config, data), [], indexing.Factors.scores
+    wrong = lambda self, *given: calls.append(given) or scores(self, *given) * (1 if right else -1)
+    monkeypatch.setattr(indexing.Factors, "scores", wrong)
+    monkeypatch.setattr(indexing, "_AGREES", {})
+    monkeypatch.setattr(sparse, "DEVICES", {"cpu"})
+    apart = replayed(model, config, data)
+    assert len(calls) > 10 if right else len(calls) == 1  # asked once, and then the indexer itself
+    assert comparison.compare(apart[2], own[2]).worst < 1e-4
 
 
 def test_a_model_is_left_as_it_was() -> None:

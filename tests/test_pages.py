@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,9 @@ from longstraw_agents.trainer import attention, comparison
 from longstraw_agents.trainer.pages import HostStack, Placement
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.stack import Stack
+from longstraw_agents.trainer.state import RecurrentState
 from tests import models as zoo
-from tests.test_replay import coefficients, deep_group
+from tests.test_replay import coefficients, deep_group, trajectory
 
 
 @pytest.mark.parametrize("gradient", ["exact", "detached"])
@@ -49,6 +51,18 @@ def test_kept_attention_outputs_give_the_same_bits(name: str, monkeypatch: pytes
         model.zero_grad()
     (without, many), (kept, fewer) = gradients
     assert fewer < many and all(torch.equal(kept[name], without[name]) for name in without)
+
+
+@pytest.mark.parametrize("gradient", ["exact", "detached"])
+def test_recurrent_states_inside_a_prompt_are_kept_only_where_it_is_reversed(gradient: str) -> None:
+    model = zoo.build("qwen3_5", dtype=torch.float32)
+    tokens = [[5 + i % 50 for i in range(101)] + [end, end + 1, end + 2] for end in (7, 9)]
+    tree = segment([trajectory(str(i), path, np.arange(104) > 100) for i, path in enumerate(tokens)])
+    replay = Engine(model, ReplayConfig(gradient, chunk=20)).open(tree)
+    replay.score()
+    inside = {20, 40, 60, 80} if gradient == "exact" else set()
+    states = [layer for layer in replay.state.layers if isinstance(layer, RecurrentState)]
+    assert states and all(set(state._borders) == inside | {100} for state in states)
 
 
 @pytest.mark.parametrize("make", [Stack, lambda capacity: HostStack(capacity, page=7)])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.attention import Spec
 from longstraw_agents.trainer.context import SharedAttentionState
+from longstraw_agents.trainer.indexing import Watching
 from longstraw_agents.trainer.latent import require_latent
 from longstraw_agents.trainer.sparse import ELEMENTS, GatherPicks, SparseState, best_picks, up_projection
 from longstraw_agents.trainer.stack import wide
@@ -44,7 +45,7 @@ class SharedSparseState(SharedAttentionState, SparseState):
             self.index.write(self.owned.rows_before(self.run.start), own[:, None])
         return own
 
-    def select(self, indexer: Any, score: Callable[..., Tensor]) -> Tensor:
+    def select(self, indexer: Any, score: Callable[..., Watching]) -> Tensor:
         run, part, count = self.run, self.part, indexer.index_topk
         rows, tokens = self.owned.rows_before(run.start), part.size * self.context.size
         step = max(1, ELEMENTS // (run.rows * tokens * indexer.n_heads))
@@ -53,9 +54,9 @@ class SharedSparseState(SharedAttentionState, SparseState):
         best: tuple[Tensor, Tensor] | None = None
         for first in range(0, rows, step):
             self._block = (first, min(rows, first + step))
-            best = best_picks(best, score(), positions[slice(*self._block)], count)
+            best = best_picks(best, score().found(), positions[slice(*self._block)], count)
         self._block = None
-        own = score()
+        own = score().found()
         keys = torch.arange(part.first, part.first + part.real, device=device)
         later = keys[None, :] > torch.arange(tokens, device=device)[:, None]
         best = best_picks(best, own.masked_fill(later, -math.inf), run.start + keys, count)

@@ -290,6 +290,8 @@ class TreeReplay:
                 for first, last in self._chunks(node):
                     run = Run(node.start - 1 + first, last - first, 1, writes=True, gradient=False)
                     self._forward([node], first, last, run, out)
+                    if first > 0 and not self._may_reverse(node):
+                        self.state.drop(run.start)
                     self._count("capture", node, last - first)
             else:
                 self._capture_kept(node, self._kept, out)
@@ -468,6 +470,10 @@ class TreeReplay:
     def _own_loss(self, node: Node, c: Tensor, e: Tensor | None) -> bool:
         own = slice(self._flat.first[node.index], self._flat.first[node.index] + len(node.loss_targets))
         return bool(c[own].any()) or (e is not None and bool(e[own].any()))
+
+    def _may_reverse(self, node: Node) -> bool:
+        """Whether a captured inner node can ever be run backward; if not, states at borders inside of it are of no use."""
+        return self.engine.config.gradient == "exact" or len(node.loss_targets) > 0
 
     def _cut(self, node: Node) -> int:
         return 0 if self.engine.config.gradient == "exact" else node.start - 1

@@ -24,16 +24,16 @@ R latent rank, D rotary size, N other key size, E value size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.attention import Spec
+from longstraw_agents.trainer.indexing import DEVICES, Factors, Watching, agrees
 from longstraw_agents.trainer.latent import LatentState, require_latent
 from longstraw_agents.trainer.pages import HostStack, Placement
 from longstraw_agents.trainer.stack import Stack
@@ -103,23 +103,39 @@ class SparseState(LatentState):
                 self.index.write(self.run.start, k_BTI[:, None])
             self._own_index_BTI = k_BTI
             return k_BTI[:, :1]
+        return self._block_keys().expand(len(k_BTI), -1, -1)
+
+    def _block_keys(self) -> Tensor:
+        """The index keys of the block, [B or 1, keys, I]."""
+        assert self._block is not None and self._own_index_BTI is not None
         start, stop = self._block
-        assert self._own_index_BTI is not None
         if start < self.run.start:
             assert self._index_1PI is not None
-            return self._index_1PI[:, start:stop].expand(len(k_BTI), -1, -1)
+            return self._index_1PI[:, start:stop]
         return self._own_index_BTI[:, start - self.run.start : stop - self.run.start]
 
-    def select(self, indexer: Any, score: Callable[..., Tensor]) -> Tensor:
+    def _scorer(self, indexer: Any, score: Callable[..., Watching], factors: Factors | None) -> Callable[[slice], Tensor]:
+        """Scores of queries over the current block: by the indexer's factors where that is known to be the same, else by it."""
+        own = lambda queries: score(queries).found()
+        if factors is None or factors.q_BSHI.device.type not in DEVICES:
+            return own
+        few = slice(0, min(32, self.run.length))
+        self._block = (self.run.start, self.run.start + few.stop)
+        if not agrees(indexer, factors, self._block_keys(), lambda: own(few)):
+            return own
+        return lambda queries: factors.scores(queries, self._block_keys())
+
+    def select(self, indexer: Any, score: Callable[..., Watching]) -> Tensor:
         """Positions picked for each of the run's queries, [B, T, n] int32 ascending, -1 where fewer than n can be seen.
 
-        `score(queries)` gives the indexer's scores [B, S, keys] of a slice of the run's queries over the keys that
-        `update_indexer` hands it.
+        `score(queries)` calls the indexer, which scores a slice of the run's queries over the keys that `update_indexer` hands
+        it, and gives what was seen of that.
         """
         run, count = self.run, indexer.index_topk
         self._block = None
-        score()
+        factors = score().factors()
         self._index_1PI = self.index.read(0, run.start)[0] if run.start else None
+        score_block = self._scorer(indexer, score, factors)
         each = run.rows * indexer.n_heads
         piece = max(1, min(run.length, ELEMENTS // (each * min(run.stop, 8 * count))))
         step = max(1, ELEMENTS // (each * piece))
@@ -128,7 +144,7 @@ class SparseState(LatentState):
             last = min(run.length, first + piece)
             best: tuple[Tensor, Tensor] | None = None
             for self._block in _blocks(run.start, run.start + last, step):
-                scores = score(slice(first, last))
+                scores = score_block(slice(first, last))
                 if self._block[1] > run.start + first:  # keys of later tokens among them
                     at = torch.arange(run.start + first, run.start + last, device=scores.device)[:, None]
                     later = torch.arange(*self._block, device=scores.device)[None] > at
@@ -320,20 +336,6 @@ class _Releasing(torch.autograd.Function):
         return dc_BTR, dr_BTD, None
 
 
-class _Scores(TorchFunctionMode):
-    """Catches the scores that an indexer hands to its top-k, and spares the top-k."""
-
-    scores: Tensor | None = None
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.Tensor.topk, torch.topk):
-            self.scores = args[0]
-            return torch.return_types.topk((args[0][..., :1], torch.zeros_like(args[0][..., :1], dtype=torch.int64)))
-        return func(*args, **(kwargs or {}))
-
-
 def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Tensor]:
     """A forward for an indexer module that selects piece by piece; `state_of(layer)` gives the run's state."""
     forward = indexer.forward
@@ -350,15 +352,13 @@ def selecting(indexer: Any, state_of: Callable[[int], Any]) -> Callable[..., Ten
         causal = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens["hidden_states"].device)  # causality is ours
         call.arguments["attention_mask"] = causal
 
-        def score(queries: slice = slice(None)) -> Tensor:
+        def score(queries: slice = slice(None)) -> Watching:
             for name in ("hidden_states", "q_resid"):
                 call.arguments[name] = tokens[name][:, queries]
             call.arguments["position_embeddings"] = tuple(x[:, queries] for x in tokens["position_embeddings"])
-            with torch.no_grad(), _Scores() as seen:
+            with torch.no_grad(), Watching(indexer) as seen:
                 forward(*call.args, **call.kwargs)
-            if seen.scores is None:
-                raise ModelError(f"{type(indexer).__name__} selects without a top-k of its scores; no exact replay is known")
-            return seen.scores
+            return seen
 
         return state.select(indexer, score)  # type: ignore[no-any-return]
 

@@ -108,6 +108,10 @@ class LayerState(ABC):
     def truncate(self, position: int) -> None:
         """Forget what lies at `position` and after it."""
 
+    def drop(self, border: int) -> None:
+        """Nothing will run from `border` any more: let go of what was kept for that alone. By default nothing was."""
+        return None
+
     @abstractmethod
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
         """All that later runs read of the run [start, stop), by name: what `adopt` takes to stand for having captured it."""
@@ -324,6 +328,9 @@ class RecurrentState(LayerState):
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
         self._borders[stop] = {kind: tensor.to(self.device, copy=True) for kind, tensor in tensors.items()}
 
+    def drop(self, border: int) -> None:
+        self._borders.pop(border, None)
+
     def truncate(self, position: int) -> None:
         for table in (self._borders, self._cotangents):
             for border in [b for b in table if b > position]:
@@ -367,6 +374,11 @@ class StateCache(Cache):  # type: ignore[misc]
             layer.truncate(position)
         for routing in self._routing():
             routing.truncate(position)
+
+    def drop(self, border: int) -> None:
+        """`LayerState.drop` of every layer."""
+        for layer in self.layers:
+            layer.drop(border)
 
     def export(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
         """`LayerState.export` of one layer, with its routing."""
