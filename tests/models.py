@@ -2,8 +2,8 @@
 
 Nothing in it is vacuous. The sliding window is 24, the index keeps 24 keys, a delta chunk is 64 tokens and `length` is what a
 path must exceed for all three to matter; routers pick 2 of 8 experts; keys and values are shared by two heads each; there are
-several layers of each kind; the recurrent decay remembers tens of tokens; norms, biases and LoRA's B are random, because a
-gradient through a zero or a one hides mistakes.
+several layers of each kind; Gemma's embeddings are its head; the recurrent decay remembers tens of tokens; norms, biases and
+LoRA's B are random, because a gradient through a zero or a one hides mistakes.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def _configs() -> dict[str, Callable[[], tuple[str, Any]]]:
         "mistral": entry("MistralForCausalLM", "MistralConfig", sliding_window=WINDOW),
         "gemma3": entry(
             "Gemma3ForCausalLM", "Gemma3TextConfig", sliding_window=WINDOW, layer_types=mixed, query_pre_attn_scalar=8,
-            final_logit_softcapping=20.0,
+            final_logit_softcapping=20.0, tie_word_embeddings=True,
         ),
         "gemma2": entry(
             "Gemma2ForCausalLM", "Gemma2Config", sliding_window=WINDOW, layer_types=mixed, query_pre_attn_scalar=8,
-            final_logit_softcapping=20.0, attn_logit_softcapping=3.0,
+            final_logit_softcapping=20.0, attn_logit_softcapping=3.0, tie_word_embeddings=True,
         ),
         "qwen3_moe": entry("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _EXPERTS),
         "qwen3_next": entry("Qwen3NextForCausalLM", "Qwen3NextConfig", _EXPERTS, _SHARED_EXPERT, _DELTA),
@@ -117,10 +117,17 @@ RECURRENT: tuple[str, ...] = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 SPARSE: tuple[str, ...] = ("deepseek_v32", "glm_moe_dsa")
 
 
-def build(name: str, *, training: str = "full", dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def build(
+    name: str, *, training: str = "full", dtype: torch.dtype = torch.float32, seed: int = 0, smooth: bool = False
+) -> nn.Module:
     """One model of the zoo. `training`: "full" (every parameter but an indexer's), or "lora" (adapters with random A and B on
-    all linear layers but an indexer's, and on the experts). The weights depend on `seed` alone, not on `dtype`."""
+    all linear layers but an indexer's, and on the experts). The weights depend on `seed` alone, not on `dtype`.
+
+    smooth: with smaller weights, as a trained model's are, so that a 16-bit type's rounding is not amplified from layer to layer
+    until nothing else is left (the zoo's own bfloat16 gradients are tens of percent off)."""
     kind, config = CONFIGS[name]()
+    if smooth:
+        config.initializer_range = 0.1
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.random.fork_rng():
@@ -128,7 +135,7 @@ def build(name: str, *, training: str = "full", dtype: torch.dtype = torch.float
         model = getattr(transformers, kind)(config)
         _randomize(model)
         if training == "lora":
-            model = _adapt(model)
+            model = _adapt(model, std=0.1 if smooth else 0.3)
     for parameter_name, parameter in model.named_parameters():
         if "indexer" in parameter_name:
             parameter.requires_grad_(False)
@@ -157,7 +164,7 @@ def linear_names(model: nn.Module) -> list[str]:
     ]
 
 
-def _adapt(model: nn.Module) -> nn.Module:
+def _adapt(model: nn.Module, std: float) -> nn.Module:
     experts = [
         name for name, _ in model.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     ]
@@ -167,5 +174,5 @@ def _adapt(model: nn.Module) -> nn.Module:
     adapted = get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=std)
     return adapted

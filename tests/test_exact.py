@@ -113,6 +113,22 @@ def test_recorded_routing_is_used_and_flips_are_counted() -> None:
     assert comparison.compare(comparison.gradients(model), untouched).global_relative > 1e-4
 
 
+def test_recorded_routing_is_used_below_the_frontier_too() -> None:
+    """Layers that train nothing run again under the ones that do: they must feed them what they fed them at capture."""
+    model, data = models.build("qwen3_moe"), trees.unequal_tree()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.3" in name)
+    _, _, untouched = replayed(model, ReplayConfig(chunk=40), data)
+    replay = Engine(model, ReplayConfig(chunk=40)).open(segment(data))
+    c_N = torch.ones_like(replay.score().logp)
+    record = replay.state.layers[1].routing
+    record.picks[40][10] = (record.picks[40][10] + 1) % 8
+    model.zero_grad()
+    replay.backward(c_N)
+    assert replay.state.flips()["routing"] >= 1
+    assert comparison.compare(comparison.gradients(model), untouched).global_relative > 1e-4
+
+
 def test_changed_selections_are_counted() -> None:
     model, data = models.build("glm_moe_dsa"), trees.unequal_tree()
     replay = Engine(model, ReplayConfig(chunk=40)).open(segment(data))

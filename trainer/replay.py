@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from longstraw_agents.errors import ConfigError, NonFiniteError, StaleStateError, TokenError
 from longstraw_agents.segmenter import Node, PrefixTree
+from longstraw_agents.trainer.accumulation import accumulated
 from longstraw_agents.trainer.architectures import attached, make_state, require_supported, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
 from longstraw_agents.trainer.context import Context
@@ -257,7 +258,7 @@ class TreeReplay:
         active, below = self._active(c, e)
         idle = lambda i: not active[i] and not self._scored and len(self.tree.nodes[i].loss_targets) > 0  # still to be scored
         out = self._new_scores(e_N is not None)
-        with self._reading():
+        with self._reading(), accumulated(self.engine.model):
             for event, nodes in self._walk(last_first=True):
                 node = self.tree.nodes[nodes[0]]
                 if event == "enter":
@@ -390,6 +391,7 @@ class TreeReplay:
         entry = None
         if self._kept is not None and (spans := self._spans.get(group[0].index)):
             entry = self._kept.entry(next(span for span in spans if span.start == run.start))
+        run = replace(run, nodes=tuple(node.index for node in group))
         return self.engine.decode(inputs, run, self.state, entry)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Run:
     """One forward of a chunk. `cut`: positions before it pass no gradient on (0 in exact mode; the node's start in detached).
 
     hidden: whether hidden states are wanted. If not, the run may end as soon as the last layer has written its state.
+    nodes: of a tree, the node that each row belongs to.
     """
 
     start: int
@@ -50,6 +51,7 @@ class Run:
     gradient: bool
     cut: int = 0
     hidden: bool = True
+    nodes: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -357,7 +359,7 @@ class StateCache(Cache):  # type: ignore[misc]
         """Prepare every layer for a run."""
         self.start, self.run = run.start, run
         for index, layer in enumerate(self.layers):
-            layer.begin(run if index >= self.frontier else replace(run, gradient=False))
+            layer.begin(run if index >= self.frontier else replace(run, cut=run.start))
 
     def seeds(self) -> list[Seed]:
         """The seeds of every layer."""

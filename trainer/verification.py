@@ -9,6 +9,8 @@ not more. The same comparison with the reverse pass off must fail, or it would s
     E2        replayed log-probabilities equal the model's own full-sequence ones
     E3        several processes' gradient equals one process's, where there are several
     E4        the whole gradient equals conventional training's
+    decisions where experts are routed or keys selected: the share that our runs would have decided otherwise. All ways are given
+              the decisions of the reference (see `decisions`), or chance would be compared with chance
     control   with cotangents cut at node borders (`gradient="detached"`) E4 fails; not applicable where all trained parameters
               lie above the last state
 
@@ -19,7 +21,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,6 +37,7 @@ from longstraw_agents.trainer import comparison, conventional
 from longstraw_agents.trainer.advantages import prepare
 from longstraw_agents.trainer.architectures import unwrap
 from longstraw_agents.trainer.comparison import Difference
+from longstraw_agents.trainer.decisions import Decisions, differing
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.loss import LossConfig, make_batch, policy_loss
 from longstraw_agents.trainer.ranks import Ranks
@@ -46,6 +51,8 @@ from longstraw_agents.types import Group, StopReason, Task, Trajectory
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
 #: Largest difference of a log-probability, in nats.
 LOGP_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
+#: Largest share of decisions that rounding and ties may flip; in 16-bit types this much above twice conventional's own.
+FLIPS = 1e-2
 #: Largest ratio of our error to conventional training's own error, where neither is exact.
 RATIO = 1.25
 
@@ -113,24 +120,30 @@ class Verification:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way's result: loss, log-probabilities [N] and gradients by parameter."""
+    """One way's result: loss, log-probabilities [N] and gradients by parameter.
+
+    flips: decisions that our recomputations would have made otherwise than our captures. otherwise: the share of decisions, by
+    kind, that differ from those imposed.
+    """
 
     loss: float
     logp_N: Tensor
     gradient: dict[str, Tensor]
     flips: dict[str, int] = field(default_factory=dict)
+    otherwise: dict[str, float] = field(default_factory=dict)
 
 
 def ours(
     model: nn.Module, trajectories: Sequence[Trajectory], loss: conventional.Loss, replay: ReplayConfig,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None = None, decisions: Decisions | None = None,
 ) -> Outcome:  # fmt: skip
     """Score, loss, replay and reverse on the tree of `trajectories`. The parameters' `.grad` is cleared before and after.
 
-    ranks: the processes that share it, each in this call.
+    ranks: the processes that share it, each in this call. decisions: routing and selection that are imposed.
     """
     model.zero_grad()
     work = Engine(model, replay, ranks).open(segment(trajectories))
+    counts = Counter[str]() if decisions is None else decisions.impose_on(work)
     leaf_N = work.score().logp.detach().requires_grad_()
     value = loss(leaf_N)
     (c_N,) = torch.autograd.grad(value, leaf_N)
@@ -140,16 +153,22 @@ def ours(
         sum_gradients([(name, p) for name, p in model.named_parameters() if p.requires_grad], ranks)
     gradient = comparison.gradients(model)
     model.zero_grad()
-    return Outcome(value.item(), seen_N, gradient, work.state.flips())
+    return Outcome(value.item(), seen_N, gradient, work.state.flips(), differing(counts))
 
 
-def theirs(model: nn.Module, trajectories: Sequence[Trajectory], loss: conventional.Loss) -> Outcome:
-    """Conventional training's loss and gradient. The parameters' `.grad` is cleared before and after."""
+def theirs(
+    model: nn.Module, trajectories: Sequence[Trajectory], loss: conventional.Loss, decisions: Decisions | None = None
+) -> Outcome:
+    """Conventional training's loss and gradient, with `decisions` imposed if they are given.
+
+    The parameters' `.grad` is cleared before and after.
+    """
     model.zero_grad()
-    value, logp_N = conventional.backward(model, trajectories, loss, in_series=True)
+    with nullcontext(Counter[str]()) if decisions is None else decisions.imposed(model) as counts:
+        value, logp_N = conventional.backward(model, trajectories, loss, in_series=True)
     gradient = comparison.gradients(model)
     model.zero_grad()
-    return Outcome(value.item(), logp_N, gradient)
+    return Outcome(value.item(), logp_N, gradient, otherwise=differing(counts))
 
 
 # -- data -----------------------------------------------------------------------------------------------------------------
@@ -213,23 +232,20 @@ def verify(
     exact = config.replay
     with _ready(model), lifted(dtype == torch.float64):
         say("conventional training")
-        if dtype.itemsize < 4:
-            wide = copy.deepcopy(model).float()
-            loss = make_loss(group, _score(wide, group), config.seed)
-            reference = theirs(wide, group.trajectories, loss)
-            del wide
-            own: Outcome | None = theirs(model, group.trajectories, loss)
-        else:
-            loss = make_loss(group, _score(model, group), config.seed)
-            reference, own = theirs(model, group.trajectories, loss), None
+        wide = copy.deepcopy(model).float() if dtype.itemsize < 4 else model
+        loss, decisions = _prepare(wide, group, config)
+        reference = theirs(wide, group.trajectories, loss)
+        own = None if wide is model else theirs(model, group.trajectories, loss, decisions)
+        del wide
         say("exact replay")
-        replayed = ours(model, group.trajectories, loss, exact)
+        replayed = ours(model, group.trajectories, loss, exact, decisions=decisions)
         shared: Outcome | None = None
         if ranks is not None and ranks.world > 1:
             say(f"exact replay in {ranks.world} processes")
-            shared = ours(model, group.trajectories, loss, exact, ranks)
+            shared = ours(model, group.trajectories, loss, exact, ranks, decisions)
         say("negative control: without the reverse pass")
-        control = ours(model, group.trajectories, loss, ReplayConfig("detached", exact.chunk, exact.pack))
+        detached = ReplayConfig("detached", exact.chunk, exact.pack)
+        control = ours(model, group.trajectories, loss, detached, decisions=decisions)
     checks, classes = _judge(model, dtype, reference, own, replayed, control)
     if shared is not None and ranks is not None:
         checks["E3"] = _judge_shared(dtype, ranks.world, shared, replayed, reference, own)
@@ -244,8 +260,8 @@ def take_part(model: Any, config: VerifyConfig, ranks: Ranks) -> None:
     dtype = unwrap(model).get_input_embeddings().weight.dtype
     group = make_group(unwrap(model).config.get_text_config().vocab_size, config)
     with _ready(model), lifted(dtype == torch.float64):
-        wide = copy.deepcopy(model).float() if dtype.itemsize < 4 else model
-        ours(model, group.trajectories, make_loss(group, _score(wide, group), config.seed), config.replay, ranks)
+        loss, decisions = _prepare(copy.deepcopy(model).float() if dtype.itemsize < 4 else model, group, config)
+        ours(model, group.trajectories, loss, config.replay, ranks, decisions)
 
 
 def _judge_shared(
@@ -262,10 +278,13 @@ def _judge_shared(
     return Check(value <= BOUNDS[dtype], value, BOUNDS[dtype], f"{count} processes' gradient against one process's")
 
 
-def _score(model: nn.Module, group: Group) -> Tensor:
-    with torch.no_grad():
+def _prepare(model: nn.Module, group: Group, config: VerifyConfig) -> tuple[conventional.Loss, Decisions]:
+    """The loss around the reference's log-probabilities, and its decisions."""
+    decisions = Decisions()
+    with torch.no_grad(), decisions.recorded(model):
         spans = [(t.tokens, conventional.loss_positions(t)) for t in group.trajectories]
-        return torch.cat([conventional.log_probabilities(model, *span) for span in spans])
+        logp_N = torch.cat([conventional.log_probabilities(model, *span) for span in spans])
+    return make_loss(group, logp_N, config.seed), decisions
 
 
 class _ready:
@@ -326,6 +345,10 @@ def _judge(
         checks["E2"] = Check(ratio <= RATIO, ratio, RATIO, "error of log-probabilities over conventional's own, against float32")
         measure = lambda d: d.global_relative / scale
         what = "error of the whole gradient over conventional's own, against float32"
+    for kind, share in replayed.otherwise.items():
+        most = FLIPS + (0.0 if own is None else 2 * own.otherwise[kind])
+        what = f"share of decisions ({kind}) that differ from the reference's"
+        checks[f"decisions: {kind}"] = Check(share <= most, share, most, what)
     value, off = measure(difference), measure(detached)
     checks["E4"] = Check(value <= bound, value, bound, what)
     base: Any = unwrap(model)
