@@ -32,6 +32,11 @@ _NOWHERE = 2**40  # stands for the position of a candidate that does not exist: 
 class SharedSparseState(SharedAttentionState, SparseState):
     """A SparseState of the positions that this process owns."""
 
+    def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As in `SparseState`: before transformers 5.24 the latents are those that were noted."""
+        super().update(*(self.latents or (k_BKTD, v_BKTE)))
+        return k_BKTD, v_BKTE
+
     def all_tokens(self, x_BTn: Tensor) -> Tensor:
         (gathered,) = self.context.gather_tokens(x_BTn[:, None])
         return gathered[:, 0]
