@@ -202,7 +202,8 @@ class Together:
             parts.append((buffer if self.rows is None else buffer[rows])[:, :, :width])
         q_RKGD = q_RHD.reshape(R, K, H // K, -1)
         bias = self.bias.expand(R, K, H // K, width)
-        return F.scaled_dot_product_attention(q_RKGD, *parts, attn_mask=bias, scale=scale).reshape(R, H, -1)
+        keys, values = parts
+        return F.scaled_dot_product_attention(q_RKGD, keys, values, attn_mask=bias, scale=scale).reshape(R, H, -1)
 
 
 def _aligned(length: int) -> int:
@@ -297,8 +298,8 @@ def _packed_attention(
         keys, values = segment.state.append(module.layer_idx, key_1KND[0, :, span], value_1KND[0, :, span])
         out_1NHD[0, span] = _attend_alone(query_1HND[:, :, span], keys[None], values[None], scaling, sliding_window)
     if (together := longstraw_batch.together) is not None:
-        new = (tensor[0, :, together.at].transpose(0, 1) for tensor in (query_1HND, key_1KND, value_1KND))
-        out_1NHD[0, together.at] = together.attend(module.layer_idx, *new, scaling)
+        q_RHD, k_RKD, v_RKD = (tensor[0, :, together.at].transpose(0, 1) for tensor in (query_1HND, key_1KND, value_1KND))
+        out_1NHD[0, together.at] = together.attend(module.layer_idx, q_RHD, k_RKD, v_RKD, scaling)
     return out_1NHD, None
 
 
