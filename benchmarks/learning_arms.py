@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -155,22 +155,30 @@ class ConventionalReplay:
         self.seconds: Counter[str] = Counter()
         self.state = self
 
+    def score(self, *, entropy: bool = False) -> Scores:
+        """Log-probabilities of every loss entry, without autograd."""
+        with torch.no_grad():
+            return Scores(torch.cat([logp for _, logp in self._members("score")]))
+
     def backward(self, c_N: Tensor, e_N: Tensor | None = None) -> Scores:
-        """Add the gradient of sum(c * logp); the entries are ordered by (trajectory, position) here as there."""
+        """Add the gradient of sum(c * logp)."""
         seen = []
+        for mine, logp in self._members("backward"):
+            (logp * c_N[torch.as_tensor(mine, device=c_N.device)]).sum().backward()  # type: ignore[no-untyped-call]
+            seen.append(logp.detach())
+        return Scores(torch.cat(seen))
+
+    def _members(self, kind: str) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Each trajectory's entries, which are ordered by (trajectory, position), and their log-probabilities."""
         owner, position = np.asarray(self.tree.entry_trajectory), np.asarray(self.tree.entry_position)
         for index, trajectory in enumerate(self.tree.trajectories):
             mine = np.flatnonzero(owner == index)
-            if not len(mine):
-                continue
-            logp = log_probabilities(self.model, trajectory.tokens, position[mine])
-            (logp * c_N[torch.as_tensor(mine, device=c_N.device)]).sum().backward()  # type: ignore[no-untyped-call]
-            seen.append(logp.detach())
-            self.counts["conventional"] += len(trajectory.tokens) - 1
-        return Scores(torch.cat(seen))
+            if len(mine):
+                self.counts[kind] += len(trajectory.tokens) - 1
+                yield mine, log_probabilities(self.model, trajectory.tokens, position[mine])
 
     def nbytes(self) -> dict[str, int]:
-        return {}
+        return {"state": 0}
 
     def flips(self) -> dict[str, int]:
         return {}

@@ -178,6 +178,7 @@ def configuration(arm: Arm, sizes: LongScale) -> RunConfig:
         trainer=TrainerConfig(
             replay=ReplayConfig(chunk=sizes.chunk, pack=4096, placement=Placement(outputs=True)),
             optimizer=OptimizerConfig(learning_rate=5e-4),
+            keep_bytes=2**34,  # two groups' states and outputs stay from scoring to replay
         ),
         evaluate=EvaluateSettings(
             tasks=sizes.tasks, samples=0, greedy=True, options={"chars": sizes.chars, "questions": sizes.questions}
@@ -194,7 +195,8 @@ def run_long(arm: Arm) -> None:
         for stage in sizes.stages:
             loop.stage = stage
             loop.limit = sizes.limit if arm.kind == "truncated" and stage.name != "warm" else None
-            watch.begin(began + stage.until * (arm.deadline - began))
+            evaluation = max((row["took"] for row in progress.values["evaluations"]), default=0.0)
+            watch.begin(min(began + stage.until * (arm.deadline - began), arm.deadline - 1.3 * evaluation))
             done = loop.done
             while loop.done < done + stage.updates and watch.has_time():
                 watch.update(stage=stage.name)

@@ -14,6 +14,7 @@ from longstraw_agents.loop import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(ROOT))  # some tasks lie in benchmarks/
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)

@@ -45,7 +45,9 @@ def test_the_conventional_arm_has_the_exact_gradient() -> None:
     found = []
     for replay in (Engine(model).open(tree), ConventionalReplay(model, tree)):
         model.zero_grad()
+        before = replay.score()
         scores = replay.backward(weights)
+        torch.testing.assert_close(before.logp, scores.logp, atol=1e-5, rtol=1e-5)
         found.append((scores.logp, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
     (logp, exact), (seen, conventional) = found
     torch.testing.assert_close(logp, seen, atol=1e-4, rtol=1e-4)
