@@ -176,8 +176,10 @@ def record(found: dict[str, Any]) -> None:
     def write(figure: str, value: float, unit: str, trials: int | None = None, extra: dict[str, Any] | None = None) -> None:
         figures.record(figure, value, unit, trials=trials, extra=extra, measured=found["provenance"])
 
-    if "exactness" in found:
-        models = {k: v for k, v in found["exactness"].items() if isinstance(v, dict)}
+    if found.get("scale", "full") != "full":
+        raise SystemExit("the results are of tiny models: there is nothing to record")
+    exactness = found.get("exactness", {})
+    if models := {k: v for k, v in exactness.items() if isinstance(v, dict) and "over_conventional" in v}:
         worst = max(entry["over_conventional"] for entry in models.values())
         write("gpu.bfloat16_over_conventional", worst, "ratio", extra=models | {"device": name})
     for mode in ("detached", "exact"):
@@ -231,7 +233,7 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     found: dict[str, Any] = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__}
-    found["provenance"] = figures.provenance()
+    found |= {"provenance": figures.provenance(), "scale": options.scale}
     for stage in options.stages.split(","):
         started = time.perf_counter()
 
