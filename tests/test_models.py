@@ -24,6 +24,7 @@ from longstraw_agents.trainer.models import (  # noqa: E402
     save_adapter,
     smollm2_folder,
 )
+from longstraw_agents.trainer.verification import VerifyConfig, verify  # noqa: E402
 
 HAVE_SMOLLM2 = (cache_folder() / SMOLLM2 / "config.json").exists()
 GQA = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -149,3 +150,19 @@ def test_smollm2_answers() -> None:
     prompt = tokenizer("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
     text = tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
     assert "Paris" in text
+
+
+@pytest.mark.nf4
+def test_weights_in_four_bits_train_an_adapter_exactly(folder: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="weights in 4 bits need bitsandbytes")
+    model, _ = load_model(ModelConfig(str(folder), weights="nf4"))
+    randomize(model)
+    assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
+    assert verify(model, VerifyConfig(length=40, branch=20)).holds
+
+
+def test_four_bits_without_an_adapter_or_of_an_unknown_kind_are_refused() -> None:
+    with pytest.raises(ConfigError, match="adapter"):
+        ModelConfig(weights="nf4", adapter=None)
+    with pytest.raises(ConfigError, match="nf4"):
+        ModelConfig(weights="int3")

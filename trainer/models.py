@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from longstraw_agents.errors import AdapterError, ConfigError, ModelError
 
@@ -69,17 +69,26 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to load and how. `seed` draws the adapter's A; B starts at zero, so a new adapter changes nothing."""
+    """Which model to load and how. `seed` draws the adapter's A; B starts at zero, so a new adapter changes nothing.
+
+    weights: None takes them as they are; "nf4" keeps the linear layers' in 4 bits (bitsandbytes; Dettmers et al., QLoRA, 2023),
+    under an adapter in `dtype`.
+    """
 
     name: str = SMOLLM2
     dtype: str = "float32"
     device: str = "cpu"
     adapter: LoraSettings | None = LoraSettings()
     seed: int = 0
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"model dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.weights not in (None, "nf4"):
+            raise ConfigError(f'model weights must be "nf4", or left out to take them as they are; got {self.weights!r}')
+        if self.weights is not None and self.adapter is None:
+            raise ConfigError(f"weights in {self.weights} can't be trained themselves; give the model an adapter")
 
 
 def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -89,14 +98,32 @@ def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedToke
     """
     folder = smollm2_folder() if config.name == SMOLLM2 else config.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[config.dtype])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[config.dtype], **_quantized(config))
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(config, error) from error
     tokenizer = load_tokenizer(config)
-    model.to(torch.device(config.device))
+    if config.weights is None:
+        model.to(torch.device(config.device))
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Where a CPU has it, bitsandbytes repacks weights at the first input without a gradient, for a kernel that has none.
+            module.support_avx512bf16_for_cpu = False
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, seed=config.seed)
     return model.eval(), tokenizer
+
+
+def _quantized(config: ModelConfig) -> dict[str, Any]:
+    """What transformers is told about weights in 4 bits; they are put on the device as they are read."""
+    if config.weights is None:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError('weights = "nf4" needs bitsandbytes: pip install "longstraw-agents[nf4]", or leave `weights` out')
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[config.dtype],
+    )  # fmt: skip
+    return {"quantization_config": settings, "device_map": {"": config.device}}
 
 
 def load_tokenizer(config: ModelConfig = ModelConfig()) -> PreTrainedTokenizerBase:

@@ -1,42 +1,68 @@
-"""States in host memory: the same stacks, read by the device page by page.
+"""States in host memory or on disk: the same stacks, read by the device page by page.
 
 Idea: a state that the device cannot hold lies in pinned host memory, cotangents beside it. A layer's prefix is staged one page at
 a time: while the device computes on a page, a side stream copies the next one, in the order in which attention reads them. All
 traffic goes through the device's own queue of copies, so the host never touches the bytes while a copy is under way, and what
 the device reads is what it wrote before. Without a GPU the same code runs on plain memory: the numbers are the same.
+
+On disk the same bytes lie in mapped files that have no name, so that nothing is left of them when the process ends; the system
+decides which of them stay in memory. What must outlive a process is kept by the shelf (`trainer/shelf.py`).
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longstraw_agents.errors import ConfigError
+from longstraw_agents.trainer.quantized import ByteStack
 from longstraw_agents.trainer.stack import Stack, wide
 
-PLACES = ("device", "host")
+PLACES = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where states lie ("device" or "host"), and how many positions a staged page has.
+    """Where states lie ("device", "host" or "disk"), and how many positions a staged page has.
 
     outputs: keep attention's outputs of captured chunks as well, so that the reverse pass does not compute them again. It costs
     as many bytes a position as the queries have, and saves a forward's attention: about a quarter of a long exact update.
+    bits: 8 keeps keys and values as 8-bit codes, which is not exact; None as they are.
+    directory: where files lie for "disk"; a folder on a fast disk with room for state and cotangents.
     """
 
     place: str = "device"
     page: int = 65536
     outputs: bool = False
+    bits: int | None = None
+    directory: Path | None = None
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:
             raise ConfigError(f"place is {self.place!r}; choose one of {', '.join(PLACES)}")
         if self.page < 1:
             raise ConfigError(f"page is {self.page}; it counts positions and must be at least 1")
+        if self.bits not in (None, 8):
+            raise ConfigError(f"bits is {self.bits}; keys and values are kept in 8 bits, or as they are without `bits`")
+        if (self.place == "disk") != (self.directory is not None):
+            raise ConfigError(f'place is {self.place!r} and directory is {self.directory}; "disk" needs one, other places none')
+
+    def stack(self, capacity: int) -> Stack:
+        """A new stack of exact values in this place."""
+        if self.place == "host":
+            return HostStack(capacity, self.page)
+        return Stack(capacity) if self.directory is None else DiskStack(capacity, self.page, self.directory)
+
+    def state(self, capacity: int) -> Stack:
+        """A new stack for keys or values in this place, rounded to `bits` where that is asked for."""
+        if self.bits is None:
+            return self.stack(capacity)
+        return ByteStack(self.stack(capacity), self.stack(capacity), self.page)
 
 
 class HostStack(Stack):
@@ -49,11 +75,16 @@ class HostStack(Stack):
         self._picked_PD: Tensor | None = None  # staged by `pick`
         self._added_PD: Tensor | None = None  # the cotangent as `add_at` staged it
 
+    @property
+    def staged_on(self) -> torch.device | None:
+        """The device that reads and writes."""
+        return self._device
+
     def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
         self._device = new_1KTD.device if device is None else device
         if self.values_PKD is None:
             _, K, _, D = new_1KTD.shape
-            self.values_PKD = self._pinned(self.capacity, K, D, dtype=new_1KTD.dtype)
+            self.values_PKD = self._memory(self.capacity, K, D, dtype=new_1KTD.dtype)
         self._refuse_overflow(start, new_1KTD)
         self._picked_PD = None
         self.values_PKD[start : start + new_1KTD.shape[2]].copy_(new_1KTD[0].transpose(0, 1).contiguous(), non_blocking=True)
@@ -112,12 +143,28 @@ class HostStack(Stack):
                 torch.cuda.synchronize(self._device)  # copies into the old cotangent may be under way
             self._base, self._added_PD = cut, None
             _, K, D = self.values_PKD.shape
-            self.cotangent_PKD = self._pinned(self.capacity - cut, K, D, dtype=wide(self.values_PKD.dtype)).zero_()
+            self.cotangent_PKD = self._memory(self.capacity - cut, K, D, dtype=wide(self.values_PKD.dtype))
         return self.cotangent_PKD
 
-    def _pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def _memory(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in pinned memory; of a model that is only planned with, nothing but their shape."""
         device = "meta" if self._device.type == "meta" else "cpu"
-        return torch.empty(*shape, dtype=dtype, device=device, pin_memory=self._device.type == "cuda")
+        return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=self._device.type == "cuda")
+
+
+class DiskStack(HostStack):
+    """A host stack whose memory is mapped from nameless files in a folder."""
+
+    def __init__(self, capacity: int, page: int, directory: Path) -> None:
+        super().__init__(capacity, page)
+        self._directory = directory
+
+    def _memory(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in a mapped file; a file's unwritten parts read as zeros and take no room."""
+        count = torch.Size(shape).numel()
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix="longstraw-state-") as file:
+            file.truncate(count * dtype.itemsize)
+            return torch.from_file(file.name, shared=True, size=count, dtype=dtype).reshape(shape)
 
 
 def staged(stacks: Sequence[Stack], borders: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -126,13 +173,13 @@ def staged(stacks: Sequence[Stack], borders: Sequence[int]) -> Iterator[tuple[in
     Stacks on the device give views of what they hold.
     """
     spans = list(zip(borders, borders[1:], strict=False))
-    host = [stack for stack in stacks if isinstance(stack, HostStack)]
-    if not host or host[0]._device.type != "cuda":
+    device = next((stack.staged_on for stack in stacks if stack.staged_on is not None), None)
+    if device is None or device.type != "cuda":
         for start, stop in spans:
             yield start, tuple(stack.read(start, stop) for stack in stacks)
         return
-    main = torch.cuda.current_stream(host[0]._device)
-    side = _side_stream(host[0]._device)
+    main = torch.cuda.current_stream(device)
+    side = _side_stream(device)
 
     def load(start: int, stop: int) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
         side.wait_stream(main)  # what was written last is in host memory before it is read

@@ -77,8 +77,11 @@ class Recapture:
     def of(cls, engine: Engine, config: ShelfConfig) -> Recapture:
         """Begin with what the shelf's directory, if it has one, still holds.
 
-        Raises ConfigError where several processes share the context: they would have to agree on what is kept.
+        Raises ConfigError where several processes share the context: they would have to agree on what is kept; and for states in
+        8 bits, which rounding once more would change.
         """
+        if engine.config.placement.bits is not None:
+            raise ConfigError("kept states are exact; leave `bits` out of the placement, or recapture out of the configuration")
         if engine.context.size > 1:
             raise ConfigError("states are kept by one process; leave recapture out where several share the context")
         recapture = cls(engine, Shelf(config))

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longstraw_agents.errors import ModelError
+from longstraw_agents.errors import ConfigError, ModelError
 from longstraw_agents.trainer.attention import Spec
 from longstraw_agents.trainer.indexing import DEVICES, Factors, Watching, agrees
 from longstraw_agents.trainer.latent import LatentState, require_latent
-from longstraw_agents.trainer.pages import HostStack, Placement
+from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.stack import Stack
 from longstraw_agents.trainer.state import Run
 
@@ -83,9 +83,11 @@ class SparseState(LatentState):
         return k_BKTD, v_BKTE
 
     def put(self, placement: Placement) -> None:
+        """Choose where latents and index keys lie. Raises ConfigError for 8 bits: a selection is only exact by exact keys."""
+        if placement.bits is not None:
+            raise ConfigError("layers that select keys need them as they are; leave `bits` off for this model")
         super().put(placement)
-        if placement.place == "host":
-            self.index = HostStack(self.index.capacity, placement.page)
+        self.index = placement.stack(self.index.capacity)
 
     # -- selection ------------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,23 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Stack:
-    """One tensor kind of one layer along the path, position-major so that positions are contiguous: [P, K, D]."""
+    """One tensor kind of one layer along the path, position-major so that positions are contiguous: [P, K, D].
+
+    page: positions to read at once where reading makes a copy; None where it does not.
+    """
+
+    page: int | None = None
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.values_PKD: Tensor | None = None
         self.cotangent_PKD: Tensor | None = None
         self._base = 0  # the position of the cotangent's first row: in detached mode nothing before a node's start has one
+
+    @property
+    def staged_on(self) -> torch.device | None:
+        """The device that pages are copied to when read, from memory of another kind; None where they lie on it."""
+        return None
 
     def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
         """Copy a run's [1, K, T, D] to the positions from `start` on. `device`: where the stack is to lie, if it is new."""

@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 
 from longstraw_agents.errors import ModelError, StaleStateError
 from longstraw_agents.trainer.attention import PrefixAttention, Spec
-from longstraw_agents.trainer.pages import HostStack, Placement, page_borders, staged
+from longstraw_agents.trainer.pages import Placement, page_borders, staged
 from longstraw_agents.trainer.stack import BLOCK, Stack, wide
 
 
@@ -132,20 +132,16 @@ class AttentionState(LayerState):
 
     def __init__(self, capacity: int) -> None:
         self.keys, self.values = Stack(capacity), Stack(capacity)
-        self.placement = Placement()
         self.outputs: tuple[Stack, Stack] | None = None  # attention's output and log-sum-exp of captured chunks
         self._kept: dict[int, int] = {}  # start -> stop of the chunks in `outputs`
         self._own: tuple[Tensor, Tensor] | None = None
 
     def put(self, placement: Placement) -> None:
         """Choose where this layer's state lies; before anything is captured."""
-        self.placement = placement
-        if placement.place == "host":
-            self.keys, self.values = (HostStack(stack.capacity, placement.page) for stack in (self.keys, self.values))
+        capacity = self.keys.capacity
+        self.keys, self.values = placement.state(capacity), placement.state(capacity)
         if placement.outputs:
-            capacity, page = self.keys.capacity, placement.page
-            make = (lambda: HostStack(capacity, page)) if placement.place == "host" else (lambda: Stack(capacity))
-            self.outputs = (make(), make())
+            self.outputs = (placement.stack(capacity), placement.stack(capacity))
 
     def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
         """Keep a capture's attention output for its reverse: computing it anew reads the whole prefix."""
@@ -220,14 +216,14 @@ class StoredPrefix:
     def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The visible prefix, parted at the cut: in large blocks where it lies on the device, in pages where it does not."""
         stacks = (self._state.keys, self._state.values)
-        borders = page_borders(first, self.length, self._cut, getattr(stacks[0], "page", BLOCK))
+        borders = page_borders(first, self.length, self._cut, stacks[0].page or BLOCK)
         for start, (k, v) in staged(stacks, borders):
             yield start, k, v
 
     def joined(self, k_1KTD: Tensor, v_1KTE: Tensor) -> tuple[Tensor, Tensor] | None:
         """One row's chunk lies after its prefix in the same stacks; a replay writes it there too."""
         run = self._run
-        if run.rows != 1 or self._state.placement.place != "device":
+        if run.rows != 1 or self._state.keys.page is not None:
             return None
         if not run.writes:
             self._state.keys.write(run.start, k_1KTD.detach())

@@ -25,11 +25,13 @@ from longstraw_agents.terminal import json_option, write_json
 @click.option("--seed", default=0, show_default=True)
 @click.option("--unproven", is_flag=True, help="Try a model type that is not on the list of known ones.")
 @click.option("--cp", default=1, show_default=True, type=click.IntRange(min=1), help="Processes that share the replay, for E3.")
+@click.option("--weights", default=None, type=click.Choice(["nf4"]), help="Verify on linear layers in 4 bits.")
+@click.option("--kv-bits", "bits", default=None, type=click.Choice(["8"]), help="Also measure keys and values kept in 8 bits.")
 @click.option("--record", is_flag=True, help="Write what was measured on smollm2-135m-instruct to docs/figures.json.")
 @json_option
 def verify(
     name: str, length: int, branch: int, group: int, chunk: int | None, dtype: str, device: str, full: bool, seed: int,
-    unproven: bool, cp: int, record: bool, json_path: Path | None,
+    unproven: bool, cp: int, weights: str | None, bits: str | None, record: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Exit status 0 if the evidence holds, 1 if it does not."""
     if cp > 1 and "RANK" not in os.environ:
@@ -40,9 +42,9 @@ def verify(
     from longstraw_agents.trainer.verification import VerifyConfig, take_part
     from longstraw_agents.trainer.verification import verify as run
 
-    config = VerifyConfig(length, branch, group, chunk, seed)
+    config = VerifyConfig(length, branch, group, chunk, seed, None if bits is None else int(bits))
     with among(Layout(cp=cp), device) as ranks:
-        model, _ = load_model(ModelConfig(name, dtype, device, None if full else LoraSettings(), seed))
+        model, _ = load_model(ModelConfig(name, dtype, device, None if full else LoraSettings(), seed, weights))
         if not full:
             _randomize(model, seed)
         if unproven:
@@ -54,7 +56,7 @@ def verify(
     write_json(json_path, result.to_dict())
     _show(result)
     click.echo(f"stored as {path}")
-    if record and name == SMOLLM2 and dtype == "float32":
+    if record and name == SMOLLM2 and weights is None and dtype == "float32":
         _record(result)
     if not result.holds:
         sys.exit(1)
@@ -99,6 +101,11 @@ def _show(result: Any) -> None:
     for label, check in result.checks.items():
         verdict = {True: "holds", False: "FAILS", None: "not applicable"}[check.holds]
         console.print(f"{label:<8} {verdict:<15} {check.value:.2e} (bound {check.bound:g}): {check.what}", highlight=False)
+    if result.rounded is not None:
+        console.print(
+            "keys and values in 8 bits: gradient's relative error {global_relative:.1e}, cosine {cosine:.6f}, "
+            "largest difference of a log-probability {logp:.1e} nats".format(**result.rounded), highlight=False,
+        )  # fmt: skip
     flips = {kind: count for kind, count in result.flips.items() if count}
     if flips:
         console.print(f"decisions that a recomputation would have made otherwise: {flips}", highlight=False)
