@@ -23,12 +23,8 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-<<<<<<< HEAD
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-=======
 from dataclasses import asdict, dataclass, field, replace
->>>>>>> 366b4bf (States on disk and in 8 bits, base weights in NF4, each with verify saying what it does to the gradient)
 from typing import Any
 
 import numpy as np
@@ -254,19 +250,15 @@ def verify(
         shared: Outcome | None = None
         if ranks is not None and ranks.world > 1:
             say(f"exact replay in {ranks.world} processes")
-<<<<<<< HEAD
             shared = ours(model, group.trajectories, loss, exact, ranks, decisions)
-=======
-            shared = ours(model, group.trajectories, loss, exact, ranks)
         rounded = None
         if config.bits is not None:
             say(f"exact replay with keys and values in {config.bits} bits")
             placement = Placement(bits=config.bits)
-            coarse = ours(model, group.trajectories, loss, replace(exact, placement=placement))
+            coarse = ours(model, group.trajectories, loss, replace(exact, placement=placement), decisions=decisions)
             found = comparison.compare(coarse.gradient, reference.gradient)
             distance = float((coarse.logp_N.double() - reference.logp_N.double()).abs().max())
             rounded = {"global_relative": found.global_relative, "cosine": found.cosine, "logp": distance}
->>>>>>> 366b4bf (States on disk and in 8 bits, base weights in NF4, each with verify saying what it does to the gradient)
         say("negative control: without the reverse pass")
         detached = ReplayConfig("detached", exact.chunk, exact.pack)
         control = ours(model, group.trajectories, loss, detached, decisions=decisions)
