@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: In the order in which they are started.
 KINDS = ("long", "truncated", "exact", "detached", "conventional", "flat", "tree", "ours", "trl")
 LONG = ("long", "truncated")
+#: Those that run on the last GPU; all others are on the first.
+LAST_GPU = (*LONG, "ours", "trl")
 POLL = 2.0  # seconds
 LOG_CHARS = 4000
 
@@ -37,7 +39,7 @@ def names(kinds: tuple[str, ...], seeds: int) -> list[str]:
 
 
 class Arms:
-    """The processes of all arms: at most `jobs` at once, the long ones on the last GPU and all others on the first."""
+    """The processes of all arms: at most `jobs` at once, shared out between the first GPU and the last."""
 
     def __init__(self, waiting: list[str], jobs: int, gpus: int, work: Path, options: list[str]) -> None:
         self.waiting, self.jobs, self.gpus, self.work, self.options = waiting, jobs, gpus, work, options
@@ -55,7 +57,7 @@ class Arms:
         return bool(self.running)
 
     def _start(self, name: str) -> None:
-        gpu = self.gpus - 1 if name.startswith(LONG) else 0
+        gpu = self.gpus - 1 if name.startswith(LAST_GPU) else 0
         given = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": str(gpu),
