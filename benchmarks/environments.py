@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
+import dataclasses
 import gc
 import json
 import os
@@ -28,7 +30,7 @@ import numpy as np
 from longstraw_agents import figures
 from longstraw_agents.envs import Episode, Grade, ParserConfig, ToolEnv, parse_action
 from longstraw_agents.envs.parsing import FORMATS
-from longstraw_agents.types import StopReason, Task, ToolCall
+from longstraw_agents.types import StopReason, Task
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks are a folder of scripts
 
@@ -112,9 +114,8 @@ def parser(count: int, record: bool) -> None:
 
 
 class Hostile(ToolEnv):
-    """Hands out hostile tools, and notes how long each call took against its limit."""
+    """Hands out hostile tools."""
 
-    calls_made: list[tuple[str, float, float]] = []
     max_turns = 6
 
     def __init__(self, **options: Any) -> None:
@@ -124,12 +125,6 @@ class Hostile(ToolEnv):
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
         return "Use the tools."
-
-    def call(self, parsed: Any) -> ToolCall:
-        made = super().call(parsed)
-        if made.name in self.tools and made.seconds:
-            self.calls_made.append((made.name, made.seconds, self.tools[made.name].limits.seconds))
-        return made
 
     def grade(self, episode: Episode) -> Grade:
         return Grade(False)
@@ -168,53 +163,79 @@ def hostile_action(rng: random.Random, env_id: str) -> str:
     return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
+@dataclasses.dataclass
+class Seen:
+    """What came of the episodes so far; calls of tools are read from the store, with the seconds that each took."""
+
+    reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    calls: int = 0
+    late: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    crashes: int = 0
+
+    def add(self, store: Any, group_id: str, limits: dict[str, float]) -> None:
+        """Count one group's trajectories and their calls."""
+        for row in store.trajectories(group_id):
+            self.reasons[str(row.stop_reason)] += 1
+            made = [call for turn in store.turns(row.trajectory_id) for call in turn.tool_calls if call.seconds]
+            self.calls += len(made)
+            self.late += [(call.name, round(call.seconds, 2)) for call in made if call.seconds > limits.get(call.name, 10.0) + 1]
+
+
 def hostile(count: int, record: bool) -> None:
-    """Collect `count` episodes of a hostile policy; count crashes, processes left, passed limits, and memory."""
-    from benchmarks.hostile_tools import TOOLS  # noqa: F401  (imported before memory is measured)
+    """Collect `count` episodes of a hostile policy; count crashes, processes and files left, passed limits, and memory."""
+    from benchmarks.hostile_tools import TOOLS
     from longstraw_agents.envs.sandbox import SandboxConfig
+    from longstraw_agents.envs.sql_analyst import SQLAnalystEnv
     from longstraw_agents.envs.workspace import WorkspaceEnv
     from longstraw_agents.storage import Store
 
     gymnasium.register("longstraw/Hostile-v0", entry_point=Hostile)
     WorkspaceEnv.limits = SandboxConfig(seconds=2, memory_mb=256, disk_mb=16)
+    limits = {each.name: each.limits.seconds for each in TOOLS}
+    limits |= {"shell": 2.0, "read_file": 2.0, "write_file": 2.0, "query": SQLAnalystEnv.query_seconds}
     names = [f"longstraw/{name}-v0" for name in ("Hostile", "Hostile", *OTHERS)]
-    reasons: dict[str, int] = {}
-    crashes = 0
-    children = len(processes())
+    seen, children = Seen(), len(processes())
     with tempfile.TemporaryDirectory() as folder, Store.open(f"{folder}/store.sqlite") as store:
+        tempfile.tempdir = f"{folder}/temporary"  # what sandboxes leave behind would lie here
+        os.mkdir(tempfile.tempdir, 0o711)
         run_id = store.create_run("hostile", {})
         first = min(100, count // 4)
-        _collect_mixed(store, run_id, names, range(first), reasons)
+        _collect_mixed(store, run_id, names, range(first), limits, seen)
         baseline = resident_mb()
         for begin in range(first, count, 100):
-            try:
-                _collect_mixed(store, run_id, names, range(begin, min(count, begin + 100)), reasons)
-            except Exception as error:  # a crash of the collector is what is counted
-                crashes += 1
-                print(f"the collector crashed: {type(error).__name__}: {error}")
-            print(f"{begin + 100} episodes, {resident_mb() - baseline:+.0f} MB, {reasons}", flush=True)
+            _collect_mixed(store, run_id, names, range(begin, min(count, begin + 100)), limits, seen)
+            print(f"{begin + 100} episodes, {resident_mb() - baseline:+.0f} MB, {dict(seen.reasons)}", flush=True)
         growth = resident_mb() - baseline
+        files, tempfile.tempdir = len(os.listdir(tempfile.tempdir)), None
     time.sleep(1.0)
-    left = len(processes()) - children
-    late = [(name, seconds) for name, seconds, limit in Hostile.calls_made if seconds > limit + 1.0]
-    failed = sum(number for reason, number in reasons.items() if reason == StopReason.ENVIRONMENT_ERROR)
-    faults = crashes + max(0, left) + len(late) + failed + int(growth >= 50)
-    print(f"{count} episodes: {crashes} crashes, {failed} environment errors, {left} processes left, memory {growth:+.0f} MB; "
-          f"{len(Hostile.calls_made)} hostile calls, {len(late)} passed their limit by over 1 s {late[:5]}")
+    left = max(0, len(processes()) - children)
+    failed = seen.reasons[StopReason.ENVIRONMENT_ERROR]
+    faults = seen.crashes + left + files + len(seen.late) + failed + int(growth >= 50)
+    print(f"{count} episodes: {seen.crashes} crashes, {failed} environment errors, {left} processes and {files} folders left, "
+          f"memory {growth:+.0f} MB; {seen.calls} calls, {len(seen.late)} passed their limit by over 1 s {seen.late[:5]}")
     if record and count >= 1_000:
-        seen = {"stop_reasons": reasons, "memory_growth_mb": round(growth, 1), "tool_calls": len(Hostile.calls_made)}
-        figures.record("envs.hostile_faults", faults, "faults", trials=count, extra=seen)
+        extra = {"stop_reasons": dict(seen.reasons), "memory_growth_mb": round(growth, 1), "tool_calls": seen.calls}
+        figures.record("envs.hostile_faults", faults, "faults", trials=count, extra=extra)
 
 
-def _collect_mixed(store: Any, run_id: str, names: list[str], numbers: range, reasons: dict[str, int]) -> None:
+def _collect_mixed(
+    store: Any, run_id: str, names: list[str], numbers: range, limits: dict[str, float], seen: Seen
+) -> None:
     """The episodes of these numbers, each number's environment in turn; a script knows which environment it faces."""
     for place, env_id in enumerate(names):
         mine = [number for number in numbers if number % len(names) == place]
-        if mine:
-            _collect(store, run_id, env_id, mine, reasons)
+        if not mine:
+            continue
+        try:
+            for group_id in _collect(store, run_id, env_id, mine):
+                seen.add(store, group_id, limits)
+        except Exception as error:  # a crash of the collector is what is counted
+            seen.crashes += 1
+            print(f"the collector crashed: {type(error).__name__}: {error}")
 
 
-def _collect(store: Any, run_id: str, env_id: str, numbers: list[int], reasons: dict[str, int]) -> None:
+def _collect(store: Any, run_id: str, env_id: str, numbers: list[int]) -> list[str]:
+    """Collect one episode for each number; their groups."""
     from benchmarks.collection import Characters
     from longstraw_agents.collection import CollectConfig, collect
     from longstraw_agents.policies.scripted import ScriptedPolicy
@@ -231,10 +252,8 @@ def _collect(store: Any, run_id: str, env_id: str, numbers: list[int], reasons: 
     encode = lambda text: tokenizer.backend_tokenizer.encode(text.encode("utf-8", "replace").decode()).ids
     policy = ScriptedPolicy(answer, encode, control["<|im_end|>"])
     config = CollectConfig(max_action_tokens=4096, max_trajectory_tokens=65_536, concurrency=4, retries=0)
-    asyncio.run(collect(store, policy, ChatML(tokenizer), tasks, config, run_id=run_id, group_size=1))
-    for group in store.groups(run_id)[-len(tasks):]:
-        for trajectory in store.load_group(group.group_id).trajectories:
-            reasons[str(trajectory.stop_reason)] = reasons.get(str(trajectory.stop_reason), 0) + 1
+    done = asyncio.run(collect(store, policy, ChatML(tokenizer), tasks, config, run_id=run_id, group_size=1))
+    return [group_id for group_id in done.group_ids if group_id is not None]
 
 
 def resident_mb() -> float:
@@ -245,9 +264,9 @@ def resident_mb() -> float:
 
 def processes() -> list[int]:
     """Processes below this one, dead ones that nobody has collected among them."""
-    from longstraw_agents.envs.sandbox import _descendants
+    from longstraw_agents.envs.supervisor import descendants
 
-    return _descendants(os.getpid())
+    return descendants(os.getpid())
 
 
 def escapes(count: int, record: bool) -> None:

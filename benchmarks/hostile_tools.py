@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -67,6 +68,24 @@ def fill_disk() -> str:
 
 
 @tool(isolated=True, limits=BOUND)
+def hide() -> str:
+    """Hold disk and memory that no walk and no process shows: deleted files, folders without end, buffers of sockets."""
+    held = []
+    while True:
+        try:
+            held += socket.socketpair()
+            held[-1].setblocking(False)
+            held[-1].send(b"x" * 200_000)
+            held.append(open("gone", "wb"))
+            os.unlink("gone")
+            held[-1].write(b"x" * 3_000_000)
+            os.mkdir("d")
+            os.chdir("d")
+        except OSError:
+            time.sleep(0.01)
+
+
+@tool(isolated=True, limits=BOUND)
 def flood() -> str:
     """Return and print a great deal."""
     sys.stdout.write("x" * 1_000_000)
@@ -119,6 +138,41 @@ def nest() -> list:
     return value
 
 
+class Mute:
+    """Never says what it is."""
+
+    def __str__(self) -> str:
+        while self:
+            time.sleep(0.001)
+        return ""
+
+
+class Unspeakable(Exception):
+    """Can't say what went wrong."""
+
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+@tool(limits=SHORT)
+def mute() -> list:
+    """Return what can't be made a text of."""
+    return [Mute()]
+
+
+@tool(limits=SHORT)
+def fail_darkly() -> str:
+    """Raise an error without a message."""
+    raise Unspeakable
+
+
+@tool(limits=SHORT)
+def name_badly() -> dict:
+    """Return a mapping that is no JSON."""
+    return {("a", 1): float("nan"), b"\xff": "\ud800"}
+
+
 TOOLS = (
-    hang_deaf, fork_on, leave_behind, fill_memory, fill_disk, flood, die, hang_here, hang_async, flood_here, leave, nest
+    hang_deaf, fork_on, leave_behind, fill_memory, fill_disk, hide, flood, die, hang_here, hang_async, flood_here, leave, nest,
+    mute, fail_darkly, name_badly,
 )  # fmt: skip

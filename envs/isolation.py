@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from longstraw_agents.envs.sandbox import Sandbox, SandboxConfig
-from longstraw_agents.envs.tools import Tool, ToolLimits
+from longstraw_agents.envs.sandbox import Sandbox, SandboxConfig, remove
+from longstraw_agents.envs.tools import Tool, ToolLimits, as_text, clip, describe
 from longstraw_agents.errors import SandboxError, ToolFault
 
 _START = """
@@ -30,30 +30,39 @@ result.flush(); os._exit(0)
 """
 
 
-def call_isolated(function: Callable[..., Any], arguments: Mapping[str, Any], limits: ToolLimits) -> Any:
-    """Run the tool's function with these arguments in the sandbox. Raises ToolFault where it fails or passes a limit."""
+def call_isolated(function: Callable[..., Any], arguments: Mapping[str, Any], limits: ToolLimits) -> str:
+    """Run the tool's function with these arguments in the sandbox and give its result as text.
+
+    Raises ToolFault where it fails or passes a limit, SandboxError where there is no sandbox.
+    """
     source = Path(sys.modules[function.__module__].__file__ or "")
     if not source.is_file():
         raise SandboxError(f"tool {function.__name__} is isolated, but its module {function.__module__} has no file to load")
-    order = {"source": str(source.resolve()), "name": function.__qualname__, "arguments": arguments, "path": _search_path()}
+    order = {
+        "source": str(source.resolve()), "name": function.__qualname__, "arguments": arguments, "path": _search_path(),
+        "characters": limits.output_chars,
+    }  # fmt: skip
     readable = sorted({str(source.resolve()), *_readable()})
     config = SandboxConfig(
         seconds=limits.seconds, memory_mb=limits.memory_mb, output_bytes=max(1_048_576, 8 * limits.output_chars)
     )
-    with tempfile.TemporaryDirectory(prefix="longstraw-tool-") as folder:
-        sandbox = Sandbox(Path(folder), config)
+    sandbox = Sandbox(Path(tempfile.mkdtemp(prefix="longstraw-tool-")), config)
+    try:
         sandbox.own()
         command = [sys.executable, "-I", "-c", _START]
         done = sandbox.run(command, stdin=json.dumps(order).encode(), readable=[Path(each) for each in readable])
+    finally:
+        remove(sandbox.folder)
     if done.stopped:
         raise ToolFault(f"{function.__name__} was stopped: it passed its limit on {done.stopped}")
     try:
         answer = json.loads(done.output)
-    except ValueError:
-        raise ToolFault(f"{function.__name__} ended with status {done.status} and gave no result") from None
-    if "error" in answer:
-        raise ToolFault(answer["error"])
-    return answer["value"]
+        value, error = answer.get("value"), answer.get("error")
+    except (ValueError, RecursionError, AttributeError):  # it wrote something else, or died before it could
+        value = error = None
+    if isinstance(value, str):
+        return value
+    raise ToolFault(str(error) if error else f"{function.__name__} ended with status {done.status} and gave no result")
 
 
 def work(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +82,9 @@ def work(order: Mapping[str, Any]) -> dict[str, Any]:
         call = found.check(order["arguments"]) if isinstance(found, Tool) else order["arguments"]
         value = found(**call)
         value = asyncio.run(value) if inspect.iscoroutine(value) else value
-        return {"value": json.loads(json.dumps(value, default=str))}
+        return {"value": clip(as_text(value), order["characters"])}
     except Exception as fault:  # whatever a tool raises is something for the policy to read
-        return {"error": f"{type(fault).__name__}: {fault}"}
+        return {"error": clip(describe(fault), max(1000, order["characters"]))}
 
 
 def _search_path() -> list[str]:

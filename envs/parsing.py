@@ -19,6 +19,7 @@ with `answer="text"`, the whole text of an action without calls.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,14 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ def read_json(text: str) -> tuple[Any, int, str | None]:
         return None, 0, "it is nested too deep"
     except json.JSONDecodeError as error:
         return None, 0, f"{error.msg} at character {error.pos}"
-    except ValueError as error:  # an integer of thousands of digits, NaN
+    except ValueError as error:  # NaN, a number too large to hold
         return None, 0, str(error)[:200]
     if _too_deep(value):
         return None, 0, f"it is nested deeper than {MAX_DEPTH}"

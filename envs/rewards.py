@@ -57,6 +57,8 @@ class RewardPart:
     def __post_init__(self) -> None:
         if not all(math.isfinite(number) for number in (self.weight, self.low, self.high)) or self.low > self.high:
             raise ConfigError(f"reward part {self.name}: weight {self.weight}, bounds [{self.low}, {self.high}] must be finite")
+        if not all(math.isfinite(self.weight * bound) for bound in (self.low, self.high)):
+            raise ConfigError(f"reward part {self.name}: weight {self.weight} times a bound is not finite; take smaller numbers")
         if self.when not in ("turn", "end"):
             raise ConfigError(f"reward part {self.name}: when is {self.when!r}; choose turn or end")
 
@@ -69,10 +71,14 @@ def weigh(declared: Iterable[RewardPart], values: Mapping[str, float]) -> dict[s
         if name not in parts:
             raise EnvironmentFault(f"reward part {name!r} was not declared; declared are {', '.join(parts) or 'none'}")
         part = parts[name]
-        number = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
         if not math.isfinite(number) or not part.low <= number <= part.high:
+            shown = repr(value)[:80]
             raise EnvironmentFault(
-                f"reward part {name!r} is {number}, which is not a finite number within [{part.low}, {part.high}]"
+                f"reward part {name!r} is {shown}, which is not a finite number within [{part.low}, {part.high}]"
             )
         weighed[name] = part.weight * number
     return weighed

@@ -1,9 +1,9 @@
 """The system calls that sandboxed processes may not make, as a BPF program for bubblewrap's `--seccomp`.
 
 Idea: namespaces take away what a process can name; this takes away the kernel interfaces that need no name: tracing others,
-mounting, new namespaces, keys, BPF, performance counters, io_uring, modules, clocks, vsock and netlink sockets. Denied calls
-fail with EPERM, so that programs go on where they can. Source: linux/seccomp.h, linux/filter.h; numbers from the kernel's
-syscall tables.
+mounting, new namespaces, keys, BPF, performance counters, io_uring, modules, clocks, vsock and netlink sockets, and memory that
+belongs to no process (memfd, System V), which nobody could count. Denied calls fail with EPERM, so that programs go on. Source:
+linux/seccomp.h, linux/filter.h; numbers from the kernel's syscall tables.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116), "quotactl": (179, 60), "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, -1),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
     "ioperm": (173, -1), "lookup_dcookie": (212, 18), "vhangup": (153, 58), "fanotify_init": (300, 262),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -91,6 +92,8 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.count_tokens = count_tokens
         self.tools = _collect_tools(self, tools)
         self._parts = (*self.reward_parts, *rewards)
+        if twice := [name for name, count in Counter(part.name for part in self._parts).items() if count > 1]:
+            raise ConfigError(f"two reward parts are called {twice[0]!r}; rename one")
         self._defaults = {"split": "train", "max_turns": self.max_turns, "max_tokens": None, **self.option_defaults}
         self._defaults = self._merge(options)
         self.options = self._defaults

@@ -29,10 +29,17 @@ from typing import Any
 
 import pydantic
 
+from longstraw_agents.envs import heap
 from longstraw_agents.errors import ConfigError, ToolFault
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _PARAMETER = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+
+
+heap.share()  # before the first thread of a tool begins
+
+_LARGE_CHARS = 1_000_000  # results from which on memory is given back at once
+_ASYNC_SECONDS = 0.5  # what an async tool may take to be cancelled
 
 
 @dataclass(frozen=True)
@@ -104,14 +111,14 @@ class Tool:
             if self.isolated:
                 from longstraw_agents.envs.isolation import call_isolated
 
-                value = call_isolated(self.function, dict(arguments), self.limits)
+                text = call_isolated(self.function, dict(arguments), self.limits)
             else:
-                value = _call_in_process(functools.partial(self.function, **checked), self.name, self.limits.seconds)
-            text, error = clip(as_text(value), self.limits.output_chars), None
+                text = _call_in_process(functools.partial(self.function, **checked), self.name, self.limits)
+            error = None
         except ToolFault as fault:
             text, error = None, clip(str(fault), max(1000, self.limits.output_chars))
         except Exception as fault:  # whatever a tool raises is something for the policy to read
-            text, error = None, clip(f"{type(fault).__name__}: {fault}", max(1000, self.limits.output_chars))
+            text, error = None, clip(describe(fault), max(1000, self.limits.output_chars))
         return Outcome(text, error, time.perf_counter() - started)
 
 
@@ -147,8 +154,16 @@ def as_text(value: Any) -> str:
         return "done"
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circles, depth
         return str(value)
+
+
+def describe(error: BaseException) -> str:
+    """The type and message of an error, also of one that can't say its message."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # a tool's own class of error
+        return type(error).__name__
 
 
 def clip(text: str, limit: int) -> str:
@@ -234,31 +249,37 @@ class _Expired(BaseException):
     """Raised inside a tool's thread when its time is up; a BaseException so that `except Exception` lets it through."""
 
 
-def _call_in_process(call: Callable[[], Any], name: str, seconds: float) -> Any:
-    """Run in a thread and give up on it after `seconds`: pure Python is stopped, a blocking system call is abandoned."""
-    box: list[tuple[bool, Any]] = []
+def _call_in_process(call: Callable[[], Any], name: str, limits: ToolLimits) -> str:
+    """Run in a thread and give up on it when its time is up: pure Python is stopped, a blocking system call is abandoned.
+
+    The result becomes text in that thread too: an object of the tool's may take long to say what it is.
+    """
+    box: list[str | BaseException] = []
+    is_async = inspect.iscoroutinefunction(call.func if isinstance(call, functools.partial) else call)
 
     def target() -> None:
         try:
-            value = call()
-            box.append((True, value))
+            value = _call_async(call, name, limits.seconds) if is_async else call()
+            text = as_text(value)
+            box.append(clip(text, limits.output_chars))
+            if len(text) > _LARGE_CHARS:
+                del value, text
+                heap.give_back()
         except BaseException as error:  # handed to the caller below, whatever it is
-            box.append((False, error))
+            box.append(error)
 
-    if inspect.iscoroutinefunction(call.func if isinstance(call, functools.partial) else call):
-        return _call_async(call, name, seconds)
     thread = threading.Thread(target=target, daemon=True, name=f"tool-{name}")
     thread.start()
-    thread.join(seconds)
+    thread.join(limits.seconds + (_ASYNC_SECONDS if is_async else 0.0))
     if not box:
         _stop(thread)
-        raise ToolFault(f"{name} took longer than {seconds:g} s and was stopped")
-    succeeded, value = box[0]
-    if succeeded:
-        return value
-    if isinstance(value, Exception):
-        raise value
-    raise ToolFault(f"{name} ended with {type(value).__name__}: {value}")
+        raise ToolFault(f"{name} took longer than {limits.seconds:g} s and was stopped")
+    outcome = box[0]
+    if isinstance(outcome, str):
+        return outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    raise ToolFault(f"{name} ended with {describe(outcome)}")
 
 
 def _stop(thread: threading.Thread) -> None:
@@ -273,7 +294,7 @@ def _stop(thread: threading.Thread) -> None:
 def _call_async(call: Callable[[], Any], name: str, seconds: float) -> Any:
     future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call(), seconds), event_loop())
     try:
-        return future.result(seconds + 1.0)
+        return future.result(seconds + _ASYNC_SECONDS)
     except (TimeoutError, FutureTimeout):
         future.cancel()
         raise ToolFault(f"{name} took longer than {seconds:g} s and was stopped") from None

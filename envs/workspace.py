@@ -8,8 +8,8 @@ file or process from which a reward could be read, and none that could be change
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from longstraw_agents.envs.rewards import Episode, Grade, RewardPart
-from longstraw_agents.envs.sandbox import Sandbox, SandboxConfig, require
+from longstraw_agents.envs.sandbox import Sandbox, SandboxConfig, obstacle, remove, require
 from longstraw_agents.envs.tool_env import ToolEnv, in_split
 from longstraw_agents.envs.tools import ToolLimits, clip, tool
-from longstraw_agents.errors import EnvironmentFault, ToolFault
+from longstraw_agents.errors import EnvironmentFault, SandboxError, ToolFault
 
 #: name -> (what the task says, the Python line that does it, what it does); {k} is a number of the task
 OPERATIONS: dict[str, tuple[str, str, Callable[[list[int], int], list[int]]]] = {
@@ -158,18 +158,24 @@ class WorkspaceEnv(ToolEnv):
 
     def get_state(self) -> str:
         """The folder as a tar file in base64, packed inside the sandbox."""
-        large = SandboxConfig(seconds=60, output_bytes=4 * self.limits.disk_mb * 2**20)
-        done = Sandbox(self.sandbox.folder, large, self.sandbox._uid).run(
-            ["/bin/sh", "-c", "tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . | base64 -w0"], write=False
-        )
+        pack = "tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf /tmp/folder . && base64 -w0 /tmp/folder"
+        done = self._large().run(["/bin/sh", "-c", pack], write=False)
+        if done.status != 0 or done.stopped:
+            raise EnvironmentFault(f"the folder could not be saved: {done.output.strip()[:200] or done.stopped}")
         return done.output
 
     def set_state(self, state: str) -> None:
         """Replace the folder's files; unpacked inside the sandbox, where no name in it can lead outside."""
         command = ["/bin/sh", "-c", "find . -mindepth 1 -delete; base64 -d | tar -xf - --no-same-owner"]
-        done = self.sandbox.run(command, stdin=state.encode())
-        if done.status != 0:
-            raise EnvironmentFault(f"the saved folder could not be unpacked: {done.output.strip()[:200]}")
+        done = self._large().run(command, stdin=state.encode())
+        if done.status != 0 or done.stopped:
+            raise EnvironmentFault(f"the saved folder could not be unpacked: {done.output.strip()[:200] or done.stopped}")
+
+    def _large(self) -> Sandbox:
+        """The same folder and user with room for an archive of it."""
+        size = 4 * self.limits.disk_mb
+        limits = SandboxConfig(seconds=60, disk_mb=size, files=2 * self.limits.files, output_bytes=size * 2**20)
+        return dataclasses.replace(self.sandbox, config=limits)
 
     def solver(self) -> Generator[str, str, None]:
         yield '<tool_call>{"name": "read_file", "arguments": {"path": "README.md"}}</tool_call>'
@@ -180,7 +186,7 @@ class WorkspaceEnv(ToolEnv):
     def close(self) -> None:
         """Remove the folder."""
         if self._folder is not None:
-            shutil.rmtree(self._folder.parent, ignore_errors=True)
+            remove(self._folder.parent)
             self._folder = None
 
     def _open_folder(self) -> None:
@@ -196,7 +202,12 @@ class WorkspaceEnv(ToolEnv):
     def _run_hidden_tests(self) -> list[Any]:
         """What the agent's function returns for each hidden input; None where it raised, gave no list, or never came back."""
         command = ["/usr/bin/python3", "-I", "-B", "-c", _RUNNER]
-        done = self.sandbox.run(command, stdin=json.dumps(self.hidden).encode(), write=False)
+        try:
+            done = self.sandbox.run(command, stdin=json.dumps(self.hidden).encode(), write=False)
+        except SandboxError:
+            if obstacle.__wrapped__() is not None:
+                raise  # this machine's fault
+            return [None] * len(self.hidden)  # no sandbox can be built on what the agent left: its own fault, and no way out
         results: list[Any] = []
         for line in done.output.splitlines():
             try:

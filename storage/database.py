@@ -222,7 +222,7 @@ def _on_connect(connection: sqlite3.Connection, record: Any) -> None:
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-    for setting in ("synchronous=FULL", "foreign_keys=ON", "cache_size=-16000", "cell_size_check=ON", "temp_store=MEMORY"):
+    for setting in ("synchronous=FULL", "foreign_keys=ON", "cache_size=-4000", "cell_size_check=ON", "temp_store=MEMORY"):
         connection.execute(f"PRAGMA {setting}")
 
 

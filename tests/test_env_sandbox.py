@@ -1,6 +1,7 @@
 """The sandbox: what gets out (nothing), what is bounded, and what happens without it."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -38,6 +39,40 @@ def spin() -> str:
             continue
 
 
+UNLINKED = """
+import os, time
+files = []
+for i in range(8):
+    files.append(open("f", "wb"))
+    os.unlink("f")
+    files[-1].write(bytes(3000000))
+    files[-1].flush()
+time.sleep(30)
+"""
+UNLINKED_AND_MAPPED = """
+import mmap, os, time
+maps = []
+for i in range(8):
+    with open("f", "w+b") as file:
+        os.unlink("f")
+        file.write(bytes(3000000))
+        file.flush()
+        maps.append(mmap.mmap(file.fileno(), 0))
+os.closerange(3, 200)  # mmap keeps descriptors of its own
+time.sleep(30)
+"""
+DEEP = """
+import os, time
+for i in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+time.sleep(1)
+"""
+SOCKETS = """
+import socket, time  # SOCK
+pairs = [socket.socketpair() for i in range(120)]
+time.sleep(30)
+"""
 FORKS = """
 import os, time
 made = 0
@@ -62,7 +97,8 @@ def box(tmp_path):
     tmp_path.chmod(0o711)
     made = Sandbox(folder, SandboxConfig(seconds=5, memory_mb=200, processes=20, disk_mb=8, output_bytes=10_000))
     made.own()
-    return made
+    yield made
+    sandbox.remove(folder)  # pytest can't remove what some tests leave
 
 
 def sh(box, script, **more):
@@ -96,12 +132,42 @@ class TestInside:
             ("for i in 1 2 3 4; do head -c 7000000 /dev/zero > f$i; done; sleep 30", "disk"),
             ("yes", "output"),
             ("i=0; while [ $i -lt 2000 ]; do : > f$i; i=$((i+1)); done; sleep 30", "disk"),
+            ("for i in 1 2 3 4; do head -c 7000000 /dev/zero > f$i; done", "disk"),  # ended before anybody looked
+            (f"python3 -c '{UNLINKED}'", "disk"),
+            (f"python3 -c '{UNLINKED_AND_MAPPED}'", "disk"),
+            (f"python3 -c '{DEEP}'", "disk"),
+            ("mkdir u; chmod 300 u; for i in 1 2 3 4; do head -c 7000000 /dev/zero > u/f$i; done; sleep 30", "disk"),
+            (f"python3 -c '{SOCKETS}' & python3 -c '{SOCKETS}'", "memory"),
         ],
     )
     def test_limits(self, box, script, stopped):
-        box.config = SandboxConfig(seconds=5, memory_mb=200, processes=20, disk_mb=8, output_bytes=10_000, files=500)
+        memory = 40 if "SOCK" in script else 200
+        box.config = SandboxConfig(seconds=5, memory_mb=memory, processes=20, disk_mb=8, output_bytes=10_000, files=500)
         done = sh(box, script)
         assert done.stopped == stopped and done.seconds < 6
+
+    def test_a_full_folder_does_not_grow(self, box):
+        assert sh(box, "head -c 6000000 /dev/zero > a; head -c 6000000 /dev/zero > b").stopped == "disk"
+        sh(box, "head -c 6000000 /dev/zero > c")
+        assert (box.folder / "c").stat().st_size <= 65_536
+        assert sh(box, "rm b c; echo room > d").stopped is None and sh(box, "cat d").output == "room\n"
+
+    @pytest.mark.parametrize("number", ["memfd_create", "shmget", "msgget", "semget"])
+    def test_memory_of_nobody_is_refused(self, box, number):
+        numbers = {name: pair[platform.machine() == "aarch64"] for name, pair in seccomp.DENIED.items()}
+        code = f"import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.syscall({numbers[number]}, 0, 4096, 0o1600), "
+        assert box.run(["/usr/bin/python3", "-c", code + "ctypes.get_errno())"]).output == "-1 1\n"
+
+    @pytest.mark.parametrize("spoil", ["chmod 000 .", "echo 'bwrap: broken'; exit 1", "mkdir d; cd d; chmod 000 .. ."])
+    def test_no_command_can_break_the_sandbox_for_the_next(self, box, spoil):
+        sh(box, spoil)
+        assert sh(box, "echo still here").output == "still here\n"
+
+    def test_a_folder_is_removed_whatever_is_in_it(self, box):
+        box.config = SandboxConfig(files=100_000)
+        sh(box, f"python3 -c '{DEEP}'; mkdir s; echo x > s/f; chmod 000 s; ln -s / root")
+        sandbox.remove(box.folder)
+        assert not box.folder.exists() and Path("/usr/bin").exists()
 
     def test_forking_is_bounded(self, box):
         done = box.run(["/usr/bin/python3", "-c", FORKS])
