@@ -181,6 +181,29 @@ _CODE: dict[str, str] = {
     "compare kernel objects": "call(312, os.getpid(), os.getpid(), 1, 0, 0)",
     "use the I/O ports": "won(libc.iopl(3) == 0)",
     "use a 32-bit style call": "call(0x40000000 + 39)",
+    "use a call of 32-bit programs": (
+        "import mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex('5389f8bb00000000b814000000cd805bc3')); "
+        "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m))); won(f() > 0)"
+    ),
+    "write to the kernel's trigger": "put('/proc/sysrq-trigger', 'h')",
+    "choose what runs at a crash": "put('/proc/sys/kernel/core_pattern', open('/proc/sys/kernel/core_pattern').read())",
+    "write to the kernel log": "put('/dev/kmsg', 'longstraw probe')",
+    "read the kernel's memory": "won(os.read(os.open('/proc/kcore', os.O_RDONLY), 4) == b'\x7fELF')",
+    "read the kernel's symbols": "won(any(int(l.split()[0], 16) for l in open('/proc/kallsyms')))",
+    "read a disk": (
+        "n = [l.split()[:4] for l in open('/proc/partitions').readlines()[2:]]; os.mknod('disk', 0o60600, os.makedev(int("
+        "n[0][0]), int(n[0][1]))); won(len(os.read(os.open('disk', os.O_RDONLY), 512)) == 512)"
+    ),
+    "make a control group": (
+        "import glob; [won(os.mkdir(p + '/longstraw-probe') is None and os.rmdir(p + '/longstraw-probe') is None) for p in "
+        "glob.glob('/sys/fs/cgroup/*/') + ['/sys/fs/cgroup'] if os.access(p, os.W_OK)]"
+    ),
+    "run before all others": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)); won()",
+    "signal a host process group": "os.killpg(os.getpgid(pid), 0); won({mark!r} in open(f'/proc/{{pid}}/cmdline').read())",
+    "write a host process's memory": "won(os.open(f'/proc/{{pid}}/mem', os.O_RDWR) >= 0)",
+    "hold memory as a nameless file": "won(os.memfd_create('probe') >= 0)",
+    "hold memory as a shared segment": "i = libc.shmget(0, 4096, 0o1600); won(i >= 0 and libc.shmctl(i, 0, None) == 0)",
+    "hold memory as messages": "i = libc.msgget(0, 0o1600); won(i >= 0 and libc.msgctl(i, 0, None) == 0)",
 }  # fmt: skip
 
 PROBES = tuple(_CODE)

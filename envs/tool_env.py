@@ -160,6 +160,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             episode.stop_reason = StopReason.TOKEN_LIMIT
         else:
             messages = self._take(parse_action(action, self.parser), episode)
+        self._recorded = []
         observation = self._observe(messages)
         episode.messages.extend(messages)
         if episode.stop_reason is None and self._exhausted():
@@ -204,10 +205,12 @@ class ToolEnv(gymnasium.Env[str, str]):
         stateful = state is not None and count == len(snapshot["actions"])
         for turn, action in enumerate(snapshot["actions"][:count]):
             recorded = snapshot.get("calls", [])[turn: turn + 1]
-            self._recorded = [ToolCall(name, {}, result, error) for name, result, error in recorded[0]] if recorded else []
+            self.expect([ToolCall(name, {}, result, error) for name, result, error in recorded[0]] if recorded else [])
             self._repeat_all = not stateful
-            *_, info = self.step(action)
-            self._recorded, self._repeat_all = [], True
+            try:
+                *_, info = self.step(action)
+            finally:
+                self._repeat_all = True
         if stateful:
             self.set_state(state)
         if digests is not None and self._digests != digests[: count + 1]:
@@ -217,6 +220,10 @@ class ToolEnv(gymnasium.Env[str, str]):
                 "mark tools whose results change as not repeatable, or override get_state and set_state"
             )
         return info
+
+    def expect(self, calls: Sequence[ToolCall]) -> None:
+        """The next action was taken before and its calls came to this: tools that are not `repeatable` give that again."""
+        self._recorded = list(calls)
 
     def get_state(self) -> Any:
         """What seed and actions do not bring back, as JSON-able values; None where they bring back everything."""

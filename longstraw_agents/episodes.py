@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import gymnasium
@@ -107,6 +108,13 @@ class World:
         calls = tuple(info.get("tool_calls", ()))
         return Step(_messages(observation, info), float(reward), parts, calls, ended, info.get("success"))
 
+    def repeat(self, action: str, calls: Sequence[ToolCall]) -> Step:
+        """Take a recorded action; what its calls came to stands for tools that can't be called twice alike."""
+        expect = getattr(self._env.unwrapped, "expect", None)
+        if expect is not None:
+            self._guarded(lambda: expect(calls))
+        return self.step(action)
+
     def close(self) -> None:
         """Let the environment go. What it raises now changes nothing of the episode, so it is only logged."""
         try:
@@ -192,7 +200,7 @@ class Episode:
                     message = f"replayed, the environment says something else before turn {replayed}: it is not deterministic"
                     raise EpisodeFailed(StopReason.ENVIRONMENT_ERROR, message)
                 replayed += 1
-                answer = await self._act(turn.action)
+                answer = await self._act(turn.action, turn.tool_calls)
                 self._keep(turn, answer)
                 if (end := self._end(turn, answer)) is not None:
                     return end
@@ -238,11 +246,13 @@ class Episode:
         except Exception as error:  # an engine or endpoint is foreign code, as an environment is
             raise EpisodeFailed(StopReason.POLICY_ERROR, f"{type(error).__name__}: {error}") from error
 
-    async def _act(self, action: TokenArray) -> Step:
+    async def _act(self, action: TokenArray, recorded: Sequence[ToolCall] | None = None) -> Step:
         """What the environment answers. An action that did not end by itself is never acted upon."""
         if int(action[-1]) not in self.renderer.stop_ids:
             return Step(())
-        answer: Step = await self.in_thread(self.world.step, self.renderer.text(action))
+        text = self.renderer.text(action)
+        step = partial(self.world.step, text) if recorded is None else partial(self.world.repeat, text, recorded)
+        answer: Step = await self.in_thread(step)
         return answer
 
     def _keep(self, turn: Turn, answer: Step) -> None:

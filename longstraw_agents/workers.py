@@ -8,6 +8,7 @@ host that dies is restarted by Ray, empty; its episodes fail, and are tried agai
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ import gymnasium
 
 from longstraw_agents.episodes import Make
 from longstraw_agents.errors import ConfigError, EnvironmentFault
-from longstraw_agents.types import Task
+from longstraw_agents.types import Task, ToolCall
 
 
 class _Host:
@@ -31,6 +32,9 @@ class _Host:
     def call(self, number: int, method: str, arguments: dict[str, Any]) -> Any:
         if number not in self._environments:
             raise EnvironmentFault("the host was restarted and has lost this environment")
+        if method == "expect":  # not of gymnasium's interface: wrappers do not pass it on, and not every environment has it
+            found = getattr(self._environments[number].unwrapped, method, None)
+            return None if found is None else found(**arguments)
         return getattr(self._environments[number], method)(**arguments)
 
     def close(self, number: int) -> None:
@@ -86,6 +90,9 @@ class _Distant(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self._call("step", action=action)
         return observation, reward, terminated, truncated, info
+
+    def expect(self, calls: Sequence[ToolCall]) -> None:
+        self._call("expect", calls=list(calls))
 
     def close(self) -> None:
         self._ray.get(self._host.close.remote(self._number))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from longstraw_agents.collection import CollectConfig, CollectResult, Progress, collect
+from longstraw_agents.envs import Grade, ToolEnv, tool
 from longstraw_agents.episodes import make_registered
 from longstraw_agents.errors import ConfigError, PolicyError, StoreError
 from longstraw_agents.policies import Sample, SampleRequest
@@ -314,3 +317,42 @@ def test_an_episode_that_ended_but_was_not_finished_is_finished_without_sampling
     result = run(store, run_id, [countdown(1)], policy, group_size=1)
     assert result.complete and not policy.requests
     assert store.trajectories(result.group_ids[0])[0].reward is not None
+
+
+class Dice(ToolEnv):
+    """Roll twice, then say both numbers."""
+
+    def new_task(self, rng, split):
+        return "Roll twice."
+
+    @tool
+    def roll(self) -> int:
+        """Roll the dice."""
+        return random.SystemRandom().randrange(10**9)
+
+    def grade(self, episode):
+        rolled = [call.result for calls in episode.calls for call in calls]
+        return Grade(episode.answer == " ".join(rolled))
+
+
+def make_dice(task: Task) -> Dice:
+    env = Dice()
+    env.tools["roll"] = dataclasses.replace(env.tools["roll"], repeatable=False)
+    return env
+
+
+def test_an_episode_is_rebuilt_with_the_results_that_its_tools_gave_then(store: Store) -> None:
+    class Roller(Repeater):
+        def reply(self, request: SampleRequest) -> str:
+            said = [part.split("<")[0].strip() for part in TOKENIZER.decode(request.tokens).split("<|im_start|>tool\n")[1:]]
+            numbers = [part for part in said if part.isdigit()]
+            answer = f"<answer>{' '.join(numbers)}</answer>"
+            return answer if len(numbers) == 2 else '<tool_call>{"name": "roll", "arguments": {}}</tool_call>'
+
+    policy = Roller()
+    policy.fail_once = {3}  # after two rolls
+    run_id = store.create_run("r", {})
+    config = {"max_action_tokens": 200, "max_trajectory_tokens": 4000, "retries": 1}
+    result = run(store, run_id, [Task("dice", 1)], policy, make=make_dice, group_size=1, config=config)
+    (row,) = store.trajectories(result.group_ids[0])
+    assert result.progress.retried == 1 and row.stop_reason is StopReason.ANSWERED and row.success

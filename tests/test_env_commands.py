@@ -27,7 +27,7 @@ def test_what_init_writes_passes_the_check_and_loads(run, tmp_path):
     checked = run("envs", "check", "environment.py", "--tasks", "3", "--json", "report.json")
     assert checked.exit_code == 0, checked.output
     findings = json.loads((tmp_path / "report.json").read_text())["Sums-v0"]
-    assert len(findings) == 7 and all(finding["holds"] for finding in findings)
+    assert len(findings) == 8 and all(finding["holds"] for finding in findings)
 
 
 def test_the_configuration_that_init_writes_loads(run, tmp_path):
@@ -76,3 +76,29 @@ def test_the_solver_plays(run):
 def test_unknown_names_say_what_to_do(run):
     assert "envs list" in run("play", "longstraw/Nothing-v0").output
     assert "no file" in run("envs", "check", "missing.py").output
+
+
+def test_files_that_can_not_be_loaded_are_told_with_their_line(run, tmp_path):
+    (tmp_path / "environment.py").write_text("import gymnasium\nimport nothing_such\n")
+    assert "No module named 'nothing_such' (line 2)" in run("envs", "check", "environment.py").output
+    (tmp_path / "environment.py").write_text("def x(:\n")
+    assert "SyntaxError: invalid syntax" in run("play", "environment.py").output
+    assert "'nothing_such' of" in run("envs", "check", "nothing_such:X-v0").output
+
+
+def test_what_an_environment_need_not_have_is_not_checked(run, tmp_path):
+    (tmp_path / "environment.py").write_text(
+        "import gymnasium\nfrom longstraw_agents.envs.adapters import GymnasiumText\n"
+        "def make(**more): return GymnasiumText(gymnasium.make('Blackjack-v1'), **more)\n"
+        "gymnasium.register('Cards-v0', entry_point=make)\n"
+    )
+    shown = run("envs", "check", "environment.py", "--tasks", "1").output
+    assert "--   the solver succeeds: not checked" in shown and "--   round trip" in shown
+
+
+def test_the_check_finds_what_depends_on_the_process(run, tmp_path):
+    run("init")
+    path = tmp_path / "environment.py"
+    path.write_text(path.read_text().replace("self.a, self.b = (int(number)", "self.a, self.b = (int(number) + hash('x') % 90"))
+    failed = [line for line in run("envs", "check", "environment.py", "--tasks", "2").output.splitlines() if "FAIL" in line]
+    assert len(failed) == 1 and "another process" in failed[0]

@@ -54,10 +54,11 @@ def check(environment: str, tasks: int, unsafe_no_sandbox: bool, json_path: Path
     reports = {}
     for env_id in find_environments(environment):
         click.echo(env_id)
-        reports[env_id] = check_environment(env_id, tasks)
+        reports[env_id] = check_environment(env_id, tasks, environment)
         for finding in reports[env_id]:
             detail = f": {finding.detail}" if finding.detail else ""
-            click.echo(f"  {'ok  ' if finding.holds else 'FAIL'} {finding.check}{detail}")
+            mark = "ok  " if finding.holds and finding.checked else "--  " if finding.holds else "FAIL"
+            click.echo(f"  {mark} {finding.check}{detail}")
     write_json(json_path, {env_id: [vars(finding) for finding in report] for env_id, report in reports.items()})
     if not all(finding.holds for report in reports.values() for finding in report):
         raise SystemExit(1)
