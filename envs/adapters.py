@@ -12,6 +12,7 @@ Vocabulary
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,7 +40,17 @@ class Adapter(gymnasium.Env[str, str]):
 
     metadata = {"render_modes": ["ansi"], "render_fps": 1}
 
-    def __init__(self, render_mode: str | None = None, *, instructions: str = "", max_turns: int = 100) -> None:
+    def __init__(
+        self,
+        render_mode: str | None = None,
+        *,
+        instructions: str = "",
+        max_turns: int = 100,
+        bounds: tuple[float, float] = (-1e6, 1e6),
+    ) -> None:
+        if not all(math.isfinite(bound) for bound in bounds) or bounds[0] > bounds[1]:
+            raise ConfigError(f"bounds of the reward must be two finite numbers, the lower one first, got {bounds}")
+        self.bounds = bounds
         self.render_mode = render_mode
         self.observation_space, self.action_space = AnyText(), AnyText()
         self.instructions, self.max_turns = instructions, max_turns
@@ -71,7 +82,7 @@ class Adapter(gymnasium.Env[str, str]):
         return observation, {"messages": messages, "task": Task(env_id, seed, given["split"])}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take the policy's text. Raises EnvironmentFault outside an episode and for a reward that is not finite."""
+        """Take the policy's text. Raises EnvironmentFault outside an episode and for a reward not finite or out of bounds."""
         if self._ended:
             raise EnvironmentFault("there is no open episode; call reset before step")
         self._turns += 1
@@ -80,8 +91,8 @@ class Adapter(gymnasium.Env[str, str]):
         except ValueError as fault:
             observation, reward, terminated, info = str(fault), 0.0, False, {}
         reward = float(reward)
-        if not np.isfinite(reward):
-            raise EnvironmentFault(f"the adapted environment gave the reward {reward}, which is not finite")
+        if not math.isfinite(reward) or not self.bounds[0] <= reward <= self.bounds[1]:
+            raise EnvironmentFault(f"the adapted environment gave the reward {reward}, not a finite number within {self.bounds}")
         truncated = not terminated and (bool(info.get("truncated")) or self._turns >= self._limit)
         self._ended = terminated or truncated
         self._log += [action, observation]

@@ -3,14 +3,17 @@
 Idea: a connection lives in the event loop of async tools; each of the server's tools becomes a `Tool` with the server's own
 schema, so that an environment can't tell it from a function: same limits on time and output, errors as observations. A server
 that is started here (stdio) also has its memory bound. Its results may change, so a restored episode takes the recorded ones.
+What a server sends is bounded before it is kept: a message beyond MESSAGE_BYTES ends the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +21,21 @@ from longstraw_agents.envs.tools import Tool, ToolLimits, event_loop
 from longstraw_agents.errors import ConfigError, EnvironmentFault, ToolFault
 
 CONNECT_SECONDS = 30.0
+MESSAGE_BYTES = 16 * 2**20
+
+#: Stands between a stdio server and the SDK, which would keep a line of any length.
+_RELAY = """
+import subprocess, sys
+most = int(sys.argv[1])
+server = subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE)
+while line := server.stdout.readline(most):
+    if len(line) == most:
+        server.kill()
+        sys.exit(f"the MCP server sent a message of more than {most} bytes; it was ended")
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+sys.exit(server.wait())
+"""
 
 
 class MCPServer:
@@ -79,7 +97,8 @@ class MCPServer:
     async def _hold(self, ready: asyncio.Future[list[Tool]]) -> None:
         """Open the connection, list the tools, and stay until closed: the SDK wants to leave in the task that entered."""
         try:
-            async with self._open() as client:
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(await self._open(stack))
                 self._client = client
                 ready.set_result(await self._list(client))
                 assert self._closing is not None
@@ -91,18 +110,22 @@ class MCPServer:
         finally:
             self._client = None
 
-    def _open(self) -> Any:
+    async def _open(self, stack: AsyncExitStack) -> Any:
         try:
             from mcp import Client
-            from mcp.client.stdio import StdioServerParameters
+            from mcp.client.stdio import StdioServerParameters, stdio_client
+            from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
             raise ConfigError("tools of MCP servers need the official SDK: pip install 'mcp>=2'") from error
         if isinstance(self._server, str):
-            return Client(self._server)
+            http = await stack.enter_async_context(_bounded_http())
+            return Client(streamable_http_client(self._server, http_client=http))
         command = list(self._server)
         if prlimit := shutil.which("prlimit"):
             command = [prlimit, f"--data={self._limits.memory_mb * 2**20}", "--core=0", "--", *command]
-        return Client(StdioServerParameters(command=command[0], args=command[1:], env=self._variables or None))
+        command = [sys.executable, "-I", "-c", _RELAY, str(MESSAGE_BYTES), *command]
+        started = StdioServerParameters(command=command[0], args=command[1:], env=self._variables or None)
+        return Client(stdio_client(started))
 
     async def _list(self, client: Any) -> list[Tool]:
         found: list[Tool] = []
@@ -111,6 +134,8 @@ class MCPServer:
             page = await client.list_tools(cursor=cursor)
             for each in page.tools:
                 schema = dict(each.input_schema)
+                if not isinstance(schema.get("properties", {}), dict):
+                    raise EnvironmentFault(f"the server's tool {each.name!r} has a schema whose properties are no object")
                 call = self._caller(each.name)
                 found.append(Tool(each.name, each.description or each.name, schema, call, None, self._limits, repeatable=False))
             cursor = page.next_cursor
@@ -128,6 +153,38 @@ class MCPServer:
             return text
 
         return call
+
+
+def _bounded_http() -> Any:
+    """A client whose answers to a request end in an error beyond MESSAGE_BYTES."""
+    import httpx2  # what the SDK speaks HTTP with
+
+    class Bounded(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for piece in self._stream:
+                size += len(piece)
+                if size > MESSAGE_BYTES:
+                    raise httpx2.ReadError(f"the MCP server sent more than {MESSAGE_BYTES} bytes")
+                yield piece
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    class Transport(httpx2.AsyncHTTPTransport):
+        async def handle_async_request(self, request: Any) -> Any:
+            response = await super().handle_async_request(request)
+            if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes could become very many
+                raise httpx2.ReadError("the MCP server sent compressed data, which was not asked for")
+            if request.method == "POST":  # the other kind, GET, stays open as long as the connection
+                response.stream = Bounded(response.stream)
+            return response
+
+    timeout = httpx2.Timeout(CONNECT_SECONDS, read=300.0)
+    return httpx2.AsyncClient(transport=Transport(), timeout=timeout, headers={"Accept-Encoding": "identity"})
 
 
 def _shown(item: Any) -> str:

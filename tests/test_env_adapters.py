@@ -68,13 +68,15 @@ class Broken(gymnasium.Env):
         return "begin", {}
 
     def step(self, action):
-        return "x", float("nan"), False, False, {}
+        return "x", self.reward, False, False, {}
 
 
-def test_a_reward_that_is_not_finite_is_refused():
-    env = GymnasiumText(Broken())
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 2.0, -0.5])
+def test_a_reward_that_is_not_finite_or_out_of_bounds_is_refused(reward):
+    env = GymnasiumText(Broken(), bounds=(0.0, 1.0))
+    env.env.reward = reward
     env.reset(seed=1)
-    with pytest.raises(EnvironmentFault, match="not finite"):
+    with pytest.raises(EnvironmentFault, match="not a finite number within"):
         env.step("x")
 
 

@@ -1,10 +1,12 @@
 """Tools of a real MCP server, over stdio and HTTP, as an environment sees them."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,10 @@ async def hang() -> str:
 def flood() -> str:
     "Too much."
     return "x" * 1_000_000
+@server.tool()
+def drown() -> str:
+    "Far too much."
+    return "x" * 40_000_000
 @server.tool()
 def fail() -> str:
     "Raises."
@@ -98,6 +104,21 @@ def test_an_environment_uses_its_tools_within_limits(server):
     *_, info = env.step("<answer>14</answer>")
     assert info["success"]
     env.restore(snapshot)  # recorded results: nothing is called again
+
+
+def test_a_message_without_end_is_not_kept(server):
+    env = Shop(tools=server.tools)
+    env.reset(seed=1)
+    before = resident()
+    observation, *_ = env.step(call("drown"))
+    assert observation.startswith("Error") and resident() - before < 120
+    started = time.monotonic()
+    observation, *_ = env.step(call("price", item="pear", count=2))
+    assert (observation == "14" or observation.startswith("Error")) and time.monotonic() - started < 3
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def test_a_server_that_is_not_there_is_a_fault():
