@@ -158,7 +158,8 @@ def first_observations(source: str, env_id: str, tasks: int) -> list[str]:
 def _elsewhere(source: str, env: Any, tasks: int) -> str:
     """Two more processes, in which Python's hashes differ."""
     call = f"first_observations(*{(source, env.spec.id, tasks)!r})"
-    code = f"import sys; sys.path.insert(0, ''); from {__name__} import first_observations; print({call})"
+    path = [os.path.abspath(entry) for entry in ("", *sys.path)]
+    code = f"import sys; sys.path[:] = {path!r}; from {__name__} import first_observations; print({call})"
     said = []
     for number in ("1", "2"):
         variables = {**os.environ, "PYTHONHASHSEED": number}

@@ -7,6 +7,7 @@ import gymnasium
 import pytest
 from click.testing import CliRunner
 
+import longstraw_agents.envs  # noqa: F401  (registered before a test forgets what it has added)
 from longstraw_agents.cli import main
 
 
