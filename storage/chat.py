@@ -4,9 +4,11 @@ The store holds ids. Messages are cut out of them at the chat format's control t
 contain (it is encoded with them disarmed), so no message can pretend to be another. Text is what the ids decode to.
 
 ATIF is the Agent Trajectory Interchange Format of the Harbor project, version 1.4: one JSON document a trajectory. It has no
-place for the ids of an observation, for rewards of steps or for sources: they are under `extra.longstraw` of a step, and with
-them a document of ours comes back exactly. Of a document of another origin, ids and log-probabilities are needed; text alone is
-refused.
+place for the ids of an observation, for rewards of steps or for sources: they are under `extra.longstraw` of a step, as a JSON
+text (ATIF's readers refuse lone surrogates; elsewhere U+FFFD stands for them), and with them a document of ours comes back
+exactly. Of a document of another origin, ids and log-probabilities are needed; text alone is refused. What such a document
+copied for context, or did without a model, is observed, not sampled; trajectories of subagents inside it become groups of their
+own.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def export_atif(store: Store, run_id: str, folder: Path, chat: ChatFormat, model
         for row in store.trajectories(group.group_id):
             if row.stop_reason is not None:
                 document = _atif_document(row, group.task, store.turns(row.trajectory_id), chat, model)
-                (folder / f"{row.trajectory_id}.json").write_text(canonical(document), encoding="ascii")
+                (folder / f"{row.trajectory_id}.json").write_text(canonical(_unicode(document)), encoding="ascii")
                 count += 1
     return count
 
@@ -147,7 +149,10 @@ def _atif_document(row: TrajectoryRow, task: Task, turns: Sequence[Turn], chat: 
         for message in _observed(chat, turn.observation):
             source = message["role"] if message["role"] in ("system", "user") else "user"
             steps.append({"step_id": len(steps) + 1, "source": source, "message": message["content"]})
-        steps.append(_agent_step(len(steps) + 1, turn, chat))
+        if len(turn.action) or not len(turn.observation):
+            steps.append(_agent_step(len(steps) + 1, turn, chat))
+        else:  # what the environment said last
+            steps[-1]["extra"] = {"longstraw": _beside(turn)}
     kept = {"env_id": task.env_id, "seed": task.seed, "split": task.split, "options": dict(task.options)}
     end = {"reward": row.reward, "reward_parts": dict(row.reward_parts), "success": row.success, "stop_reason": row.stop_reason}
     sampled = sum(len(turn.action) for turn in turns)
@@ -157,7 +162,7 @@ def _atif_document(row: TrajectoryRow, task: Task, turns: Sequence[Turn], chat: 
         "agent": {"name": "longstraw-agents", "version": "1", "model_name": model},
         "steps": steps,
         "final_metrics": {"total_completion_tokens": sampled, "total_steps": len(steps)},
-        "extra": {"longstraw": {"task": kept, "end": end}},
+        "extra": {"longstraw": canonical({"task": kept, "end": end})},
     }
 
 
@@ -177,7 +182,7 @@ def _agent_step(number: int, turn: Turn, chat: ChatFormat) -> dict[str, Any]:
             "completion_token_ids": turn.action.tolist(),
             "logprobs": turn.behaviour.tolist(),
         },
-        "extra": {"longstraw": {k: v for k, v in turn_record(turn).items() if k not in ("action", "behaviour")}},
+        "extra": {"longstraw": _beside(turn)},
     }
     if turn.tool_calls:
         names = [f"call_{number}_{i}" for i in range(len(turn.tool_calls))]
@@ -190,6 +195,25 @@ def _agent_step(number: int, turn: Turn, chat: ChatFormat) -> dict[str, Any]:
     return step
 
 
+def _beside(turn: Turn) -> str:
+    """What ATIF has no field for, as JSON."""
+    return canonical({name: value for name, value in turn_record(turn).items() if name not in ("action", "behaviour")})
+
+
+def _ours(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What `extra.longstraw` of a document or a step says; empty where another program wrote it."""
+    return dict(json.loads((part.get("extra") or {}).get("longstraw", "{}")))
+
+
+def _unicode(value: Any) -> Any:
+    """A JSON-able value with U+FFFD in place of lone surrogates."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {_unicode(key): _unicode(item) for key, item in value.items()}
+    return [_unicode(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _said(call: ToolCall) -> str:
     return call.result if call.result is not None else f"error: {call.error}"
 
@@ -197,12 +221,11 @@ def _said(call: ToolCall) -> str:
 def _import_document(store: Store, run: str, document: Mapping[str, Any], path: Path) -> None:
     if not str(document.get("schema_version", "")).startswith("ATIF-v1."):
         raise StoreError(f"{path} is no ATIF document of version 1; its schema_version is {document.get('schema_version')!r}")
-    ours = document.get("extra", {}).get("longstraw", {})
+    ours = _ours(document)
     task = Task(**ours["task"]) if "task" in ours else Task("atif", 0, "train", {"session": document.get("session_id")})
     trajectory = store.add_trajectory(store.add_group(run, task, 1), 0)
     history = np.zeros(0, np.int32)
-    agent_steps = [step for step in document["steps"] if step["source"] == "agent"]
-    for index, step in enumerate(agent_steps):
+    for index, step in enumerate(filter(_is_turn, document["steps"])):
         turn = _step_turn(step, history, f"{path}, step {step.get('step_id')}")
         history = np.concatenate([history, turn.observation, turn.action])
         store.append_turn(trajectory, index, turn)
@@ -210,17 +233,38 @@ def _import_document(store: Store, run: str, document: Mapping[str, Any], path: 
     store.finish_trajectory(
         trajectory, StopReason(end["stop_reason"]), end["reward"], end["reward_parts"], success=end["success"]
     )
+    for inner in document.get("subagent_trajectories") or []:
+        _import_document(store, run, inner, path)
+
+
+def _is_turn(step: Mapping[str, Any]) -> bool:
+    """Whether a step ends a turn: ours say so; of others, those that a model sampled here."""
+    sampled = step["source"] == "agent" and not step.get("is_copied_context") and step.get("llm_call_count") != 0
+    return sampled or bool(_ours(step))
 
 
 def _step_turn(step: Mapping[str, Any], history: TokenArray, where: str) -> Turn:
-    metrics = step.get("metrics") or {}
+    metrics, ours = step.get("metrics") or {}, _ours(step)
+    if ours:
+        return turn_of({**ours, "action": metrics.get("completion_token_ids", []), "behaviour": metrics.get("logprobs", [])})
     action, logp = metrics.get("completion_token_ids"), metrics.get("logprobs")
-    if action is None or logp is None:
-        raise StoreError(f"{where} has no completion_token_ids or no logprobs; text alone cannot be trained on exactly")
-    ours = (step.get("extra") or {}).get("longstraw")
-    if ours is not None:
-        return turn_of({**ours, "action": action, "behaviour": logp})
+    if action is None or logp is None or (step.get("llm_call_count") or 1) > 1:
+        raise StoreError(f"{where} has no completion_token_ids or logprobs of one call; text alone cannot be trained on exactly")
     prompt = np.asarray(metrics.get("prompt_token_ids") or [], np.int32)
     if len(prompt) <= len(history) or not np.array_equal(prompt[: len(history)], history):
         raise StoreError(f"{where}: prompt_token_ids do not continue the steps before it; only append-only histories fit")
-    return Turn(prompt[len(history) :], np.asarray(action, np.int32), np.asarray(logp, np.float32), policy_version=0)
+    observation, calls = prompt[len(history) :], _foreign_calls(step)
+    return Turn(observation, np.asarray(action, np.int32), np.asarray(logp, np.float32), policy_version=0, tool_calls=calls)
+
+
+def _foreign_calls(step: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """A step's tool calls with the text of their results."""
+    results: dict[str | None, str] = {}
+    for result in (step.get("observation") or {}).get("results", []):
+        content = result.get("content") or ""
+        text = content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
+        results[result.get("source_call_id")] = text
+    return tuple(
+        ToolCall(call["function_name"], call["arguments"], results.get(call["tool_call_id"]))
+        for call in step.get("tool_calls") or []
+    )

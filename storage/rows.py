@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Table, insert, select, update
+from sqlalchemy import Connection, Select, Table, bindparam, insert, select, update
 
 from longstraw_agents.errors import CorruptionError
 from longstraw_agents.storage.blobs import seal
@@ -52,23 +53,27 @@ def checked(table: Table, row: Mapping[str, Any], **values: Any) -> Row:
 
 def fetch(connection: Connection, table: Table, *, lock: bool = False, **values: Any) -> Row | None:
     """The one row with these values, checked; None if there is none. `lock` keeps other writers from it (PostgreSQL)."""
-    query = select(table).where(*(table.c[name] == value for name, value in values.items()))
-    found = connection.execute(query.with_for_update(key_share=True) if lock else query).mappings().one_or_none()
+    found = connection.execute(_query(table, tuple(values), lock), values).mappings().one_or_none()
     return None if found is None else checked(table, found, **values)
 
 
 def fetch_all(connection: Connection, table: Table, count: int, **values: Any) -> list[Row]:
     """The rows with these values, checked, by primary key. Raises CorruptionError unless there are `count` of them."""
-    keys = list(table.primary_key.columns)
-    query = select(table).where(*(table.c[name] == value for name, value in values.items())).order_by(*keys)
-    rows = [checked(table, row, **values) for row in connection.execute(query).mappings()]
-    different = len({tuple(row[key.name] for key in keys) for row in rows})
+    rows = [checked(table, row, **values) for row in connection.execute(_query(table, tuple(values), False), values).mappings()]
+    different = len({tuple(row[name] for name in table.primary_key.columns.keys()) for row in rows})
     if not count == len(rows) == different:
         raise CorruptionError(
             f"table {table.name} holds {different} different rows with {values or 'any values'} where {count} were written; "
             "restore the store from a copy"
         )
     return rows
+
+
+@cache
+def _query(table: Table, names: tuple[str, ...], lock: bool) -> Select[Any]:
+    """The rows whose columns have given values, by primary key; made once, since that costs more than running it."""
+    query = select(table).where(*(table.c[name] == bindparam(name) for name in names)).order_by(*table.primary_key.columns)
+    return query.with_for_update(key_share=True) if lock else query
 
 
 def insert_sealed(connection: Connection, table: Table, values: Mapping[str, Any]) -> Row:

@@ -144,7 +144,7 @@ def test_atif_documents_are_whole_and_come_back(store: Store, tmp_path: Path) ->
     history: list[int] = []
     for step in document["steps"]:  # as another program would write it
         if step["source"] == "agent":
-            observed = step.pop("extra")["longstraw"]["observation"]
+            observed = json.loads(step.pop("extra")["longstraw"])["observation"]
             step["metrics"]["prompt_token_ids"] = history + observed
             history = history + observed + step["metrics"]["completion_token_ids"]
     path.write_text(json.dumps(document))
