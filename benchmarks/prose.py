@@ -28,7 +28,8 @@ def prose(count: int, start: int = 0) -> TokenArray:
 
 @functools.cache
 def _ids() -> TokenArray:
-    from longstraw_agents.trainer.models import cache_folder, smollm2_folder
+    from longstraw_agents.cache import cache_folder
+    from longstraw_agents.trainer.models import smollm2_folder
 
     path = cache_folder() / "prose.npy"
     if not path.exists():

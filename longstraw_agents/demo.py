@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from longstraw_agents.cache import SMOLLM2
 from longstraw_agents.collection import CollectConfig
 from longstraw_agents.evaluation import EvaluateSettings
 from longstraw_agents.loop import RunConfig, RunSettings, TaskSettings
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
-from longstraw_agents.trainer.models import SMOLLM2, LoraSettings, ModelConfig
+from longstraw_agents.trainer.models import LoraSettings, ModelConfig
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.update import Credit, TrainerConfig
 from longstraw_agents.types import Group

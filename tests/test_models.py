@@ -12,13 +12,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from longstraw_agents.cache import SMOLLM2, cache_folder  # noqa: E402
 from longstraw_agents.errors import AdapterError, ConfigError, ModelError  # noqa: E402
 from longstraw_agents.trainer.models import (  # noqa: E402
-    SMOLLM2,
     LoraSettings,
     ModelConfig,
     add_adapter,
-    cache_folder,
     load_adapter,
     load_model,
     save_adapter,

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+from longstraw_agents.cache import SMOLLM2, cache_folder  # noqa: E402
 from longstraw_agents.errors import ModelError, TokenError  # noqa: E402
 from longstraw_agents.rendering import ChatML, DisarmedEncoder  # noqa: E402
-from longstraw_agents.trainer.models import SMOLLM2, cache_folder, smollm2_folder  # noqa: E402
+from longstraw_agents.trainer.models import smollm2_folder  # noqa: E402
 from longstraw_agents.types import Message  # noqa: E402
 from tests.chat import ADDED, small_tokenizer  # noqa: E402
 

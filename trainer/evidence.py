@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from longstraw_agents.cache import cache_folder
 from longstraw_agents.trainer.architectures import unwrap
-from longstraw_agents.trainer.models import cache_folder
 from longstraw_agents.trainer.receipt import versions
 from longstraw_agents.trainer.verification import Verification, describe
 

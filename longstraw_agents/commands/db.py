@@ -148,8 +148,9 @@ def _chat_format(name: str) -> ChatFormat:
     """ChatML with the ids and the text of a tokenizer."""
     from transformers import AutoTokenizer
 
+    from longstraw_agents.cache import SMOLLM2
     from longstraw_agents.storage.chat import ChatFormat
-    from longstraw_agents.trainer.models import SMOLLM2, smollm2_folder
+    from longstraw_agents.trainer.models import smollm2_folder
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder() if name == SMOLLM2 else name)
     start, end = (tokenizer.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|im_end|>"))

@@ -12,7 +12,6 @@ from longstraw_agents.terminal import Terminal, cell, json_option, sparkline, wr
 
 if TYPE_CHECKING:
     from longstraw_agents.storage import Store
-    from longstraw_agents.types import TokenArray
 
 FOLD = 2000  # characters of an observation or action that are shown
 
@@ -100,13 +99,16 @@ def _show_group(store: Store, group_id: str, terminal: Terminal, full: bool) -> 
 
 
 def _show_trajectory(store: Store, trajectory_id: str, terminal: Terminal, full: bool) -> dict[str, Any]:
+    from longstraw_agents.decoding import decoder_of, printable
+    from longstraw_agents.storage import browse
+
     row = store.trajectory(trajectory_id)
-    decode = _decoder(store, row.group_id)
+    decoder = decoder_of(browse.run(store, browse.group(store, row.group_id).run_id).config)
     reason = row.stop_reason.value if row.stop_reason else "open"
     terminal.say(f"{trajectory_id}: {row.turns} turns, {row.length:,} tokens, {reason}, reward {cell(row.reward)}")
     turns = []
     for index, turn in enumerate(store.turns(trajectory_id)):
-        observation, action = _fold(decode(turn.observation), full), _fold(decode(turn.action), full)
+        observation, action = (_fold(printable(decoder.text(ids)), full) for ids in (turn.observation, turn.action))
         calls = [{"name": call.name, "arguments": dict(call.arguments), "error": call.error} for call in turn.tool_calls]
         turns.append({"observation": observation, "action": action, "calls": calls, "reward": turn.reward})
         terminal.say(click.style(f"-- turn {index}, observation, {len(turn.observation):,} tokens", dim=True))
@@ -119,32 +121,6 @@ def _show_trajectory(store: Store, trajectory_id: str, terminal: Terminal, full:
             terminal.say(click.style(f"   call {call['name']} {call['arguments']}  {call['error'] or 'went well'}", dim=True))
         terminal.say(click.style(f"   reward {turn.reward:g}", dim=True))
     return {"trajectory": trajectory_id, "stop_reason": reason, "reward": row.reward, "turns": turns}
-
-
-def _decoder(store: Store, group_id: str) -> Callable[[TokenArray], str]:
-    """Token ids as text with the run's tokenizer; where that can't be loaded, the ids."""
-    from longstraw_agents.commands import quiet_libraries
-
-    name = None
-    for run in store.runs():
-        if any(group.group_id == group_id for group in store.groups(run.run_id)):
-            name = run.config.get("model", {}).get("name")
-    try:
-        quiet_libraries()
-        from transformers import AutoTokenizer
-
-        from longstraw_agents.trainer.models import SMOLLM2, smollm2_folder
-
-        tokenizer = AutoTokenizer.from_pretrained(smollm2_folder() if name == SMOLLM2 else name)
-    except Exception as error:  # whatever keeps a tokenizer from loading: the ids can still be shown
-        click.echo(f"the tokenizer of {name!r} could not be loaded ({error}); token ids are shown", err=True)
-        return lambda ids: " ".join(str(token) for token in ids)
-    return lambda ids: _printable(str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)))
-
-
-def _printable(text: str) -> str:
-    """Control characters, but for line ends and tabs, as escapes: a terminal must not obey what a model wrote."""
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _fold(text: str, full: bool) -> str:

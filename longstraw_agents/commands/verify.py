@@ -36,8 +36,9 @@ def verify(
     """Exit status 0 if the evidence holds, 1 if it does not."""
     if cp > 1 and "RANK" not in os.environ:
         return launch([sys.executable, "-m", "longstraw_agents.cli", *sys.argv[1:]], cp)
+    from longstraw_agents.cache import SMOLLM2
     from longstraw_agents.trainer import architectures, evidence
-    from longstraw_agents.trainer.models import SMOLLM2, LoraSettings, ModelConfig, load_model
+    from longstraw_agents.trainer.models import LoraSettings, ModelConfig, load_model
     from longstraw_agents.trainer.ranks import Layout, among
     from longstraw_agents.trainer.verification import VerifyConfig, take_part
     from longstraw_agents.trainer.verification import verify as run
