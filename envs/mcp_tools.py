@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from longstraw_agents.envs.tools import Tool, ToolLimits, event_loop
 from longstraw_agents.errors import ConfigError, EnvironmentFault, ToolFault
+from longstraw_agents.redaction import hide
 
 CONNECT_SECONDS = 30.0
 MESSAGE_BYTES = 16 * 2**20
@@ -41,17 +42,25 @@ sys.exit(server.wait())
 class MCPServer:
     """A connection to one server: `with MCPServer("http://localhost:8000/mcp") as server: MyEnv(tools=server.tools)`.
 
-    server: a URL (streamable HTTP), or the command line of a stdio server. `variables` are added to the command's environment,
-    which otherwise holds only what the SDK passes on. Raises ConfigError without the SDK, EnvironmentFault where the server
-    can't be reached.
+    server: a URL (streamable HTTP), or the command line of a stdio server. `variables` and `secrets` are added to the command's
+    environment, which otherwise holds only what the SDK passes on; the values of `secrets` never reach store, receipts, logs or
+    observations. Raises ConfigError without the SDK or for a secret too short to hide, EnvironmentFault where the server can't
+    be reached.
     """
 
     def __init__(
-        self, server: str | Sequence[str], *, limits: ToolLimits | None = None, variables: Mapping[str, str] | None = None
+        self,
+        server: str | Sequence[str],
+        *,
+        limits: ToolLimits | None = None,
+        variables: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
+        for secret in (secrets or {}).values():
+            hide(secret)
         self._limits = limits or ToolLimits()
         self._server = server
-        self._variables = dict(variables or {})
+        self._variables = {**(variables or {}), **(secrets or {})}
         self._client: Any = None
         self._closing: asyncio.Event | None = None
         self._task: Any = None

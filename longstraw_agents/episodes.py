@@ -29,8 +29,8 @@ import numpy as np
 
 from longstraw_agents.errors import ConfigError, LongStrawError
 from longstraw_agents.policies.sampling import Policy, Sample, SampleRequest, Sampling
+from longstraw_agents.redaction import redact
 from longstraw_agents.rendering import Rendered, Renderer
-from longstraw_agents.storage.secrets import redact
 from longstraw_agents.types import Message, StopReason, Task, TokenArray, ToolCall, Turn
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from sqlalchemy import Connection, delete, func, insert, select, text
 
 from longstraw_agents.errors import ConfigError, NotStoredError, StoreError
+from longstraw_agents.redaction import redact, redact_turn, redact_value
 from longstraw_agents.storage import blobs, history, listing, reading
 from longstraw_agents.storage.database import Database, StoreConfig
 from longstraw_agents.storage.migrations import require_current, revision_of, upgrade
@@ -41,7 +42,6 @@ from longstraw_agents.storage.schema import (
     TrajectoryTable,
     canonical,
 )
-from longstraw_agents.storage.secrets import redact, redact_turn, redact_value
 from longstraw_agents.types import Group, StopReason, Task, TokenArray, Trajectory, Turn
 
 STORE, RUNS, POLICIES, TASKS, GROUPS, TRAJECTORIES, STEPS, STEP_GROUPS, EVALUATIONS = (

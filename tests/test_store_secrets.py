@@ -11,9 +11,11 @@ import pytest
 from sqlalchemy import select
 from store_made import make_turn
 
+from longstraw_agents import redaction
+from longstraw_agents.envs.mcp_tools import MCPServer
 from longstraw_agents.errors import ConfigError
 from longstraw_agents.policies.endpoint import EndpointConfig
-from longstraw_agents.storage import Store, blobs, hide, redact, secrets
+from longstraw_agents.storage import Store, blobs, hide, redact
 from longstraw_agents.storage.schema import Base
 from longstraw_agents.types import StopReason, Task, ToolCall
 
@@ -26,8 +28,8 @@ def forget() -> Iterator[None]:
     factory = logging.getLogRecordFactory()
     yield
     logging.setLogRecordFactory(factory)
-    secrets._hidden.clear()
-    secrets._pattern = None
+    redaction._hidden.clear()
+    redaction._pattern = None
 
 
 def everything_stored(store: Store) -> bytes:
@@ -81,6 +83,13 @@ def test_an_endpoints_key_is_hidden_by_its_configuration() -> None:
     assert redact("none of it") == "none of it"
     EndpointConfig("http://127.0.0.1/v1", "m", api_key="sk-endpoint-key")
     assert redact("key sk-endpoint-key.") == "key [hidden]."
+
+
+def test_a_tool_servers_secrets_are_hidden_when_it_is_given_them() -> None:
+    MCPServer(["shop"], variables={"REGION": "northwest"}, secrets={"SHOP_KEY": "shop-key-1234"})
+    assert redact("northwest shop-key-1234") == "northwest [hidden]"
+    with pytest.raises(ConfigError, match="at least 6"):
+        MCPServer(["shop"], secrets={"SHOP_KEY": "1234"})
 
 
 def test_what_is_too_short_to_hide_is_refused() -> None:

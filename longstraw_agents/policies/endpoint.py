@@ -24,7 +24,7 @@ import numpy as np
 
 from longstraw_agents.errors import AdapterError, ConfigError, PolicyError
 from longstraw_agents.policies.sampling import Finish, Sample, SampleRequest, Sampling
-from longstraw_agents.storage.secrets import SHORTEST, hide
+from longstraw_agents.redaction import SHORTEST, hide
 
 
 @dataclass(frozen=True)
