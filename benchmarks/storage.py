@@ -305,7 +305,9 @@ def main() -> None:
     def record(figure: str, value: float, unit: str, trials: int = 1, extra: dict | None = None) -> None:
         print(f"{figure}: {value:.4g} {unit} {extra or ''}", flush=True)
         if arguments.record:
-            figures.record(figure, value, unit, trials=trials, extra=extra)
+            pairs = f"--pairs {arguments.pairs} " if part == "append" else ""
+            command = f"python benchmarks/storage.py --record {pairs}{part}"  # whatever else was run, and where stores are kept
+            figures.record(figure, value, unit, trials=trials, extra=extra, command=command)
 
     with tempfile.TemporaryDirectory(prefix="longstraw-storage-") as name:
         folder = Path(name)
