@@ -42,7 +42,7 @@ $(VENV)/bin/python:
 # One pip call for all: pip then settles on the CPU build of torch that constraints.txt names.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV) (about two minutes, once)"
-	$(PIP) -e '.[gguf]'
+	$(PIP) -e '.[gguf,viewer]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
