@@ -32,6 +32,7 @@ class CallsEnv(LookupEnv):
     reward_parts: ClassVar[tuple[RewardPart, ...]] = (RewardPart("call", weight=0.3), RewardPart("item", weight=1.0))
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         question = super().new_task(rng, split)
         known = TRAIN_ITEMS if split == "train" else HELDOUT_ITEMS
         drawn, self.items = self.item, [str(item) for item in rng.choice(known, size=self.options["questions"])]
@@ -54,13 +55,16 @@ class CallsEnv(LookupEnv):
         return f'Repeat this, but replace egg with {self.item}:\nstock("egg")'
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         for item in self.items:
             yield call_of(item)
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
+        """Parts of the reward that a turn earned."""
         return {}
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         calls = sum(any(call.name == "stock" for call in of_turn) for of_turn in episode.calls)
         parts = {"call": calls / len(self.items), "item": min(self.right, len(self.items)) / len(self.items)}
         return Grade(self.right >= len(self.items), parts)

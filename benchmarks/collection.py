@@ -48,9 +48,11 @@ class Characters:
         self.backend_tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
 
     def get_added_vocab(self) -> dict[str, int]:
+        """None."""
         return {token.content: index for index, token in self.backend_tokenizer.get_added_tokens_decoder().items()}
 
     def decode(self, ids: list[int], **options: Any) -> str:
+        """The characters."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
 
@@ -61,11 +63,13 @@ class Numbers(gymnasium.Env[str, str]):
     action_space = gymnasium.spaces.Text(1000)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """The first observation."""
         super().reset(seed=seed)
         self.turn, self.number = 0, int(self.np_random.integers(10_000))
         return "", {"messages": [Message("system", "Answer with one word."), Message("user", f"number {self.number}")]}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """The next observation."""
         right = action.split(" ")[0] == str(self.number)
         self.turn, self.number = self.turn + 1, self.number + 1
         return "", float(right), self.turn == TURNS, False, {"messages": [Message("tool", f"number {self.number}")]}
@@ -193,6 +197,7 @@ def _history(turns: list[Any]) -> int:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     if sys.argv[1:2] == ["live"]:
         return live(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

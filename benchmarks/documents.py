@@ -39,9 +39,11 @@ class DocumentsEnv(ToolEnv):
     reward_parts: ClassVar[tuple[RewardPart, ...]] = (RewardPart("number", weight=0.2), RewardPart("answer"))
 
     def system_message(self) -> str:
+        """What the policy is told first."""
         return "You answer questions about a text, in the words of the text."
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         count, questions = self.options["facts"], self.options["questions"]
         if not 1 <= questions <= count <= len(STARTS) * len(ENDS) or self.options["chars"] < 0:
             raise ConfigError(f"facts is {count} and questions {questions}; give at least as many facts as questions, at least 1")
@@ -92,10 +94,12 @@ class DocumentsEnv(ToolEnv):
         return [Message("user", self._question())]
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         questions = self.options["questions"]
         return Grade(self.right == questions, {"number": self.numbers / questions, "answer": self.right / questions})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         for fact in range(self.options["questions"]):
             yield self._sentence(fact)
 

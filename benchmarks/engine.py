@@ -38,10 +38,12 @@ class Noted:
         self.requests: list[SampleRequest] = []
 
     async def sample(self, request: SampleRequest) -> Sample:
+        """As the policy's, noted."""
         self.requests.append(request)
         return await self.inner.sample(request)
 
     async def close_session(self, session: str) -> None:
+        """As the policy's."""
         await self.inner.close_session(session)
 
 
@@ -146,6 +148,7 @@ def _installed(name: str) -> bool:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["rate", "loop"])
     parser.add_argument("--trials", type=int, default=3)

@@ -124,9 +124,11 @@ class Hostile(ToolEnv):
         super().__init__(tools=TOOLS, **options)
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         return "Use the tools."
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         return Grade(False)
 
 

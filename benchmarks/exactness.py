@@ -65,12 +65,14 @@ def against(model: Any, data: list[Trajectory], replay: ReplayConfig) -> compari
 
 
 def run_lifted(name: str, training: str, chunking: str) -> float:
+    """The worst parameter's relative difference, everything in float64."""
     model = models.build(name, training=training, dtype=torch.float64)
     with lifted():
         return against(model, trees.unequal_tree(), ReplayConfig(chunk=CHUNKS[chunking])).worst
 
 
 def run_untouched(name: str, training: str) -> float:
+    """The worst parameter of the model as it is; of recurrent ones over their own split's, the median over seeds."""
     if name not in models.RECURRENT:
         model = models.build(name, training=training, dtype=torch.float64)
         return against(as_loaded(model), trees.unequal_tree(), ReplayConfig(chunk=CHUNKS["odd"])).worst
@@ -94,11 +96,13 @@ def as_loaded(model: Any) -> Any:
 
 
 def run_float32(name: str, training: str) -> float:
+    """The global relative difference in float32."""
     model = models.build(name, training=training)
     return against(model, trees.unequal_tree(), ReplayConfig(chunk=CHUNKS["odd"])).global_relative
 
 
 def run_bfloat16(name: str, training: str) -> float:
+    """Our distance from float32 over conventional bfloat16's, the median over seeds."""
     ratios = []
     for seed in SEEDS["bfloat16"]:
         model = models.build(name, training=training, dtype=torch.bfloat16, seed=seed, smooth=True)
@@ -115,6 +119,7 @@ def run_bfloat16(name: str, training: str) -> float:
 
 
 def run_detached(name: str) -> tuple[float, float]:
+    """Relative error and cosine of the detached gradient."""
     model, data = models.build(name, training="lora", dtype=torch.float64), trees.unequal_tree()
     with lifted():
         difference = against(model, data, ReplayConfig("detached", chunk=CHUNKS["odd"]))
@@ -221,6 +226,7 @@ def page() -> str:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(models.NAMES), help="architectures, with commas between")
     parser.add_argument("--record", action="store_true", help="write docs/figures.json, docs/exactness.json and the page")

@@ -82,14 +82,17 @@ class Arm:
 
     @property
     def kind(self) -> str:
+        """The arm's kind, from its name."""
         return self.name.rpartition("-")[0]
 
     @property
     def seed(self) -> int:
+        """The arm's seed, from its name."""
         return int(self.name.rpartition("-")[2])
 
     @property
     def sizes(self) -> Scale:
+        """Its sizes."""
         return SCALES[self.scale]
 
 
@@ -178,9 +181,11 @@ class ConventionalReplay:
                 yield mine, log_probabilities(self.model, trajectory.tokens, position[mine])
 
     def nbytes(self) -> dict[str, int]:
+        """No state is kept."""
         return {"state": 0}
 
     def flips(self) -> dict[str, int]:
+        """None: nothing is decided twice."""
         return {}
 
 

@@ -113,6 +113,7 @@ class Remembering(ChatML):
         self._known: OrderedDict[tuple[Message, ...], Rendered] = OrderedDict()
 
     def first(self, messages: Sequence[Message]) -> Rendered:
+        """As ChatML's, kept."""
         key = tuple(messages)
         if key not in self._known:
             self._known[key] = super().first(messages)
@@ -133,6 +134,7 @@ class StagedLoop(Loop):
         self.renderer = Remembering(self.tokenizer)
 
     def tasks(self, update: int) -> list[Task]:
+        """The tasks of an update, by its stage."""
         stage, base = self.stage, self.config.tasks
         seeds = [task_seed(self.config.run.seed, update * 16 + index) for index in range(stage.groups)]
         chars = [stage.chars[index % len(stage.chars)] for index in range(stage.groups)]

@@ -203,6 +203,7 @@ def record(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="kernels,exactness,speed,memory")
     parser.add_argument("--out", type=Path, default=Path("long_context.json"))

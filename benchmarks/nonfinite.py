@@ -96,11 +96,13 @@ class _Poison(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        """Its input, unchanged."""
         ctx.value = value
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """A gradient that is not finite."""
         return grad * ctx.value, None
 
 

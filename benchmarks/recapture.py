@@ -125,6 +125,7 @@ def nudge(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def keep(arguments: Arguments) -> ShelfConfig:
+    """Where states are kept between steps."""
     return ShelfConfig(device_bytes=0 if arguments.device == "cpu" else 2**36, host_bytes=2**34)
 
 
@@ -319,6 +320,7 @@ def count_differences(engine: Engine, recapture: Recapture, tokens: np.ndarray, 
 
 
 def report(arguments: Arguments, curve: list[dict[str, Any]], different: int, gradient: str, frontier: int) -> None:
+    """Print what was found, and record it where asked."""
     mean = {name: statistics.fmean(row[name]["kl"] for row in curve) for name in ("drift", "random", "stale")}
     cosine = min(row["drift"]["cosine"] for row in curve)
     over = mean["random"] / max(mean["drift"], 1e-30)
@@ -356,6 +358,7 @@ def plot(arguments: Arguments) -> None:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("exact", "cost", "extension", "drift", "plot"))
     parser.add_argument("--record", action="store_true", help="write what was found into docs/figures.json")

@@ -44,6 +44,7 @@ class Deadline(TrainerCallback):  # type: ignore[misc]
         self.ended: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop when the time is up."""
         self.ended.append(time.time())
         control.should_training_stop = control.should_training_stop or time.time() > self.deadline
 

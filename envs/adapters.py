@@ -139,10 +139,12 @@ class GymnasiumText(Adapter):
         return int(found[-1])
 
     def begin(self, seed: int, split: str) -> str:
+        """Reset the environment and show what it says."""
         observation, _ = self.env.reset(seed=seed)
         return self._show(observation)
 
     def advance(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
+        """Read the action, step, and show what the environment says."""
         observation, reward, terminated, truncated, info = self.env.step(self._read(action))
         return self._show(observation), float(reward), terminated, {**info, "truncated": truncated}
 
@@ -171,11 +173,13 @@ class TextArena(Adapter):
         self._players, self._opponent = players, opponent
 
     def begin(self, seed: int, split: str) -> str:
+        """A new game, played up to the policy's first turn."""
         self._game = self._make()
         self._game.reset(num_players=self._players, seed=seed)
         return self._until_our_turn()[0]
 
     def advance(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
+        """The policy's move, and the others' up to its next turn."""
         ended, _ = self._game.step(action=answer_of(action))
         text = ""
         if not ended:
@@ -217,9 +221,11 @@ class OpenEnv(Adapter):
         self._field, self._shown = field, shown
 
     def begin(self, seed: int, split: str) -> str:
+        """Reset the server's environment."""
         return self._text(self._client.reset(seed=seed).observation)
 
     def advance(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
+        """Send the action to the server."""
         result = self._client.step(self._action(answer_of(action)))
         return self._text(result.observation), float(result.reward or 0.0), bool(result.done), {}
 

@@ -43,6 +43,7 @@ class VerifiersText(Adapter):
         self._task: Any = None
 
     def begin(self, seed: int, split: str) -> str:
+        """The task's prompt."""
         chosen = self._tasks[split]
         if not chosen:
             raise ConfigError(f"the taskset has no task in split {split}; it needs more tasks")
@@ -54,6 +55,7 @@ class VerifiersText(Adapter):
         return f"{data.system_prompt}\n\n{data.prompt_text}" if data.system_prompt else str(data.prompt_text)
 
     def advance(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
+        """Grade the answer; there is one turn."""
         trace = self._trace(action)
         scored = asyncio.run_coroutine_threadsafe(self._task.score(trace), event_loop())
         try:

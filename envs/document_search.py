@@ -84,6 +84,7 @@ class DocumentSearchEnv(ToolEnv):
     max_turns: ClassVar[int] = 40
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         options = self.options
         for name, least in (("documents", 2), ("hops", 1), ("page_chars", 100), ("preload_chars", 0)):
             if options[name] < least:
@@ -173,15 +174,18 @@ class DocumentSearchEnv(ToolEnv):
         return str(self.open(self._place[0], self._place[1] + pages))
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
+        """Parts of the reward that a turn earned."""
         wanted = f"The number of {self.names[-1]} is"
         seen = [any(wanted in (call.result or "") for call in calls) for calls in episode.calls]
         return {"found": float(seen[-1] and not any(seen[:-1]))}
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         right = (episode.answer or "").strip() == str(self.value)
         return Grade(right, {"answer": float(right)})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         for name in self.names:
             seen = yield f'<tool_call>{{"name": "search", "arguments": {{"query": "{name}"}}}}</tool_call>'
             for line in seen.splitlines():  # a name is found where it is kept and where it keeps

@@ -37,12 +37,14 @@ class LedgerEnv(ToolEnv):
     reward_parts: ClassVar[tuple[RewardPart, ...]] = (RewardPart("answer"), RewardPart("all", weight=0.5))
 
     def system_message(self) -> str:
+        """What the policy is told first."""
         return (
             "You keep a ledger in your head. After each session comes one question; answer it from all sessions so far, with one "
             "word or number, as <answer>...</answer>."
         )
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         if self.options["sessions"] < 1 or self.options["events"] < 1:
             raise ConfigError("sessions and events must be at least 1")
         self.options = {**self.options, "max_turns": max(self.options["max_turns"], 2 * self.options["sessions"] + 4)}
@@ -133,13 +135,16 @@ class LedgerEnv(ToolEnv):
         return [Message("user", self.sessions[self.current])]
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
+        """Parts of the reward that a turn earned."""
         earned, self.earned = getattr(self, "earned", False), False
         return {"answer": earned / len(self.sessions)}
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         everything = self.right == len(self.sessions)
         return Grade(everything, {"all": float(everything)})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         for answer in list(self.answers):
             yield f"<answer>{answer}</answer>"

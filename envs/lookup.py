@@ -51,6 +51,7 @@ class LookupEnv(ToolEnv):
     )
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         if self.options["tool_results"] not in ("real", "random"):
             raise ConfigError(f"tool_results is {self.options['tool_results']!r}; choose real or random")
         self.item = str(rng.choice(TRAIN_ITEMS if split == "train" else HELDOUT_ITEMS))
@@ -59,6 +60,7 @@ class LookupEnv(ToolEnv):
         return f'Repeat this, but replace egg with {self.item}:\nstock("egg")'
 
     def system_message(self) -> str:
+        """What the policy is told first."""
         return (
             'For egg, you write stock("egg"). For tea, you write stock("tea"). For car, you write stock("car"). '
             "Then you repeat the number."
@@ -78,15 +80,18 @@ class LookupEnv(ToolEnv):
         return RESULT.format(self.count)
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
+        """Parts of the reward that a turn earned."""
         formed = [any("item" in call.arguments for call in calls) for calls in episode.calls]
         found = [any(call.name == "stock" and call.error is None for call in calls) for calls in episode.calls]
         return {name: float(now[-1] and not any(now[:-1])) for name, now in (("call", formed), ("item", found))}
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         looked_up = any(call.error is None for calls in episode.calls for call in calls)
         right = looked_up and re.findall(r"\d+", episode.answer or "") == [str(self.count)]
         return Grade(right, {"answer": float(right)})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         seen = yield f'stock("{self.item}")'
         yield seen.rpartition("\n")[2]

@@ -24,9 +24,11 @@ class ReasoningEnv(ToolEnv):
     max_turns: ClassVar[int] = 4
 
     def system_message(self) -> str:
+        """What the policy is told first."""
         return "Solve the task. Give the answer as <answer>...</answer>."
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -42,10 +44,12 @@ class ReasoningEnv(ToolEnv):
                 return str(self._entry["question"])
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         if episode.answer is None:
             return Grade(False, {"score": 0.0})
         score = float(self._dataset.score_answer(answer=episode.answer, entry=self._entry))
         return Grade(score >= 1.0, {"score": score})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         yield f"<answer>{self._entry['answer']}</answer>"

@@ -73,6 +73,7 @@ class SQLAnalystEnv(ToolEnv):
     max_rows: ClassVar[int] = 50
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         if self.options["orders"] < 1 or self.options["customers"] < 1:
             raise ConfigError("orders and customers must be at least 1")
         self.close()
@@ -130,14 +131,17 @@ class SQLAnalystEnv(ToolEnv):
         return "\n".join(lines + (["[more rows were left out]"] if len(rows) > self.max_rows else []))
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
+        """Parts of the reward that a turn earned."""
         worked = [any(call.error is None for call in calls) for calls in episode.calls]
         return {"query": float(worked[-1] and not any(worked[:-1]))}
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         right = (episode.answer or "").strip() == str(self.truth)
         return Grade(right, {"answer": float(right)})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         call = json.dumps({"name": "query", "arguments": {"sql": self.query_text}})
         seen = yield f"<tool_call>{call}</tool_call>"
         yield f"<answer>{seen.splitlines()[1]}</answer>"

@@ -42,9 +42,11 @@ class AnyText(gymnasium.spaces.Text):
         super().__init__(max_length=max_length, min_length=0)
 
     def contains(self, x: Any) -> bool:
+        """Whether it is a string."""
         return isinstance(x, str)
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Up to 63 printable ASCII characters."""
         length = int(self.np_random.integers(0, 64))
         return "".join(chr(code) for code in self.np_random.integers(32, 127, length))
 

@@ -85,6 +85,7 @@ class WorkspaceEnv(ToolEnv):
         self._folder: Path | None = None
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         require()
         while True:
             names = [str(name) for name in rng.choice(list(OPERATIONS), self.options["operations"])]
@@ -151,6 +152,7 @@ class WorkspaceEnv(ToolEnv):
         return f"{len(content)} characters written to {path}"
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         results = self._run_hidden_tests()
         passed = sum(result == self.expected(values) for result, values in zip(results, self.hidden, strict=True))
         solved = passed == len(self.hidden)
@@ -178,6 +180,7 @@ class WorkspaceEnv(ToolEnv):
         return dataclasses.replace(self.sandbox, config=limits)
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         yield '<tool_call>{"name": "read_file", "arguments": {"path": "README.md"}}</tool_call>'
         arguments = {"path": "solution.py", "content": self.program(len(self.steps))}
         yield f"<tool_call>{json.dumps({'name': 'write_file', 'arguments': arguments})}</tool_call>"

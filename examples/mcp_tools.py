@@ -23,9 +23,11 @@ class Inventory(ToolEnv):
     instructions = "Use the tools, then answer with the number."
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         return "How many bolts are in stock?"
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         right = episode.answer == "17"
         return Grade(right, {"success": float(right)})
 

@@ -31,6 +31,7 @@ class Boxes(ToolEnv):
     reward_parts = (RewardPart("success"), RewardPart("asked", weight=0.2))
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
+        """One task from the random numbers of its seed."""
         self.box = str(rng.choice(BOXES))
         return "Which box holds the ball?"
 
@@ -44,11 +45,13 @@ class Boxes(ToolEnv):
         return f"The {thing} is in the {self.box} box."
 
     def grade(self, episode: Episode) -> Grade:
+        """The outcome and the parts of the reward, at the end."""
         asked = any(call.error is None for calls in episode.calls for call in calls)
         right = asked and self.box in (episode.answer or "").lower()
         return Grade(right, {"success": float(right), "asked": float(asked)})
 
     def solver(self) -> Generator[str, str, None]:
+        """Actions that earn everything."""
         seen = yield '<tool_call>{"name": "find", "arguments": {"thing": "ball"}}</tool_call>'
         yield f"<answer>{next(box for box in BOXES if box in seen)}</answer>"
 

@@ -231,6 +231,7 @@ class _Collector:
     trunks: int
 
     async def run(self, tasks: Sequence[Task]) -> CollectResult:
+        """Collect all tasks; see `collect`."""
         self.progress = Progress()
         self.threads = ThreadPoolExecutor(min(self.config.concurrency, 64), thread_name_prefix="longstraw-episode")
         try:

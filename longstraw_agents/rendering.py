@@ -93,17 +93,20 @@ class ChatML:
         self.stop_ids = frozenset({self._end})
 
     def first(self, messages: Sequence[Message]) -> Rendered:
+        """The first observation: all messages, and the header of the assistant's."""
         if not messages:
             raise TokenError("the environment's reset gave no message; there is nothing to begin a trajectory with")
         return self._render([], "", messages)
 
     def following(self, action: TokenArray, messages: Sequence[Message]) -> Rendered:
+        """What follows an action: its end if it was cut, the messages, and the next header."""
         # An action that was cut has no end token; the environment's side closes it.
         if len(action) and action[-1] == self._end:
             return self._render(self._encode("\n"), "\n", messages)
         return self._render([self._end, *self._encode("\n")], "<|im_end|>\n", messages)
 
     def text(self, action: TokenArray) -> str:
+        """An action as text, without the token that ended it."""
         ids = [int(token) for token in action]
         return self._decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 

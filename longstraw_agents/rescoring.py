@@ -86,6 +86,7 @@ class _Silent:
     version = 0
 
     async def sample(self, request: SampleRequest) -> Sample:
+        """Raises PolicyError: there is nothing left to sample."""
         raise PolicyError(f"the environment of {request.session} asks for an action beyond the recorded ones")
 
     async def close_session(self, session: str) -> None:

@@ -129,6 +129,7 @@ class _Nowhere(io.StringIO):
     """A stream that forgets."""
 
     def write(self, text: str, /) -> int:
+        """Forgets the text; returns its length, as a stream does."""
         return len(text)
 
 

@@ -86,12 +86,14 @@ class _Watched(gymnasium.Wrapper[str, str, str, str]):
     """Sends each observation to the environment's solver."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """As the environment's."""
         observation, info = self.env.reset(seed=seed, options=options)
         self._solver: Generator[str, str, None] = self.unwrapped.solver()  # type: ignore[attr-defined]
         self._next: str | None = next(self._solver)
         return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """As the environment's."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         try:
             self._next = self._solver.send(observation)

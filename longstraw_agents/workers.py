@@ -27,9 +27,11 @@ class _Host:
         self._environments: dict[int, gymnasium.Env[str, str]] = {}
 
     def open(self, number: int, task: Task) -> None:
+        """Make the environment of a task under a number."""
         self._environments[number] = self._make(task)
 
     def call(self, number: int, method: str, arguments: dict[str, Any]) -> Any:
+        """Call a method of an environment."""
         if number not in self._environments:
             raise EnvironmentFault("the host was restarted and has lost this environment")
         if method == "expect":  # not of gymnasium's interface: wrappers do not pass it on, and not every environment has it
@@ -38,6 +40,7 @@ class _Host:
         return getattr(self._environments[number], method)(**arguments)
 
     def close(self, number: int) -> None:
+        """Close an environment and forget it."""
         environment = self._environments.pop(number, None)
         if environment is not None:
             environment.close()
@@ -84,17 +87,21 @@ class _Distant(gymnasium.Env[str, str]):
         self._ray, self._host, self._number = ray, host, number
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """As the environment's, on its host."""
         observation, info = self._call("reset", seed=seed, options=options)
         return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """As the environment's, on its host."""
         observation, reward, terminated, truncated, info = self._call("step", action=action)
         return observation, reward, terminated, truncated, info
 
     def expect(self, calls: Sequence[ToolCall]) -> None:
+        """As the environment's, on its host."""
         self._call("expect", calls=list(calls))
 
     def close(self) -> None:
+        """Close the environment on its host."""
         self._ray.get(self._host.close.remote(self._number))
 
     def _call(self, method: str, **arguments: Any) -> Any:

@@ -111,6 +111,7 @@ def _trajectory_record(row: TrajectoryRow) -> dict[str, Any]:
 
 
 def turn_record(turn: Turn) -> dict[str, Any]:
+    """A turn as JSON-able values; `turn_of` is its inverse."""
     source = turn.observation_source
     return {
         "observation": turn.observation.tolist(),

@@ -44,9 +44,11 @@ class Json(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        """To text."""
         return None if value is None else canonical(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        """From text. Raises CorruptionError for what is no JSON."""
         try:
             return None if value is None else json.loads(value)
         except (TypeError, ValueError) as error:
@@ -60,18 +62,21 @@ class AnyText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """With escapes."""
         if value is None:
             return None
         plain = value.replace("\\", "\\\\").replace("\0", "\\0")
         return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in plain)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        """Without escapes."""
         if value is None or "\\" not in value:
             return value
         first, *rest = value.split("\\\\")
         return "\\".join(_unescape(part) for part in (first, *rest))
 
     def coerce_compared_value(self, op: Any, value: Any) -> TypeEngine[Any]:
+        """What it is compared with is escaped too."""
         return self
 
 

@@ -242,6 +242,7 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, spec: Spec) -> Tensor:
+        """The merged output; see the class."""
         ctx.prefix, ctx.spec = prefix, spec
         ctx.joined = prefix.joined(k, v) if spec.joins() else None
         known = prefix.recall()
@@ -270,6 +271,7 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Gradients of q, k and v; the prefix's go to its cotangent."""
         q, k, v, out, lse = ctx.saved_tensors
         prefix, spec = ctx.prefix, ctx.spec
         here, dout = prefix.length, dout.contiguous()

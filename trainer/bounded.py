@@ -104,6 +104,7 @@ class _Recorder:
         self.head, self.hidden = head, list[Tensor]()
 
     def score(self, hidden_MC: Tensor, target_M: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """As the head's."""
         self.hidden.append(hidden_MC.clone())
         return self.head.score(hidden_MC, target_M, entropy)
 

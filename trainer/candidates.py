@@ -38,10 +38,12 @@ class SharedSparseState(SharedAttentionState, SparseState):
         return k_BKTD, v_BKTE
 
     def all_tokens(self, x_BTn: Tensor) -> Tensor:
+        """The tokens [B, T, n] of all processes."""
         (gathered,) = self.context.gather_tokens(x_BTn[:, None])
         return gathered[:, 0]
 
     def update_indexer(self, k_BTI: Tensor) -> Tensor:
+        """Keep this process's index keys; returns those that the indexer reads."""
         if self._block is not None:
             return self.index.read(*self._block)[0].expand(k_BTI.shape[0], -1, -1)
         part = self.part
@@ -51,6 +53,7 @@ class SharedSparseState(SharedAttentionState, SparseState):
         return own
 
     def select(self, indexer: Any, score: Callable[..., Watching]) -> Tensor:
+        """The best tokens over all processes; see `SparseState.select`."""
         run, part, count = self.run, self.part, indexer.index_topk
         rows, tokens = self.owned.rows_before(run.start), part.size * self.context.size
         step = max(1, ELEMENTS // (run.rows * tokens * indexer.n_heads))
@@ -94,6 +97,7 @@ class SharedSparseState(SharedAttentionState, SparseState):
         return rows
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        """Attention over the selected tokens, wherever they lie."""
         require_latent(module)
         if spec.picks is None or self._own is None or spec.softcap is not None or spec.window is not None:
             raise ModelError(f"layer {type(module).__name__} attends without a selection, a window or a cap unknown here")
@@ -113,6 +117,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, c_BcR: Tensor, r_BcD: Tensor, key_RHN: Tensor, value_RHE: Tensor, state: SharedSparseState,
         rows_BTn: Tensor, scale: float,
     ) -> Tensor:  # fmt: skip
+        """The output over the selected tokens; see the class."""
         run, context = state.run_in_rows, state.context
         (q_all,) = context.gather_tokens(q)
         outs, lses = [], []
@@ -130,6 +135,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, those of other processes' tokens sent to them."""
         q, *inputs, rows, out, lse = ctx.saved_tensors
         state, run, scale = ctx.rest
         context = state.context

@@ -147,6 +147,7 @@ class SharedAttentionState(AttentionState):
         return self.context.part(self.run.length)
 
     def update(self, k_BKTD: Tensor, v_BKTE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of this process's span."""
         self._own = (k_BKTD, v_BKTE)
         if self.run.writes:
             part = self.part
@@ -156,6 +157,7 @@ class SharedAttentionState(AttentionState):
         return k_BKTD, v_BKTE
 
     def attend(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        """Attention over the prefix and the run of all processes."""
         return ContextAttention.apply(q, k, v, self, self.run, self.prefix(module), spec)  # type: ignore[no-untyped-call,no-any-return]
 
     def prefix(self, module: torch.nn.Module) -> Prefix:
@@ -170,6 +172,7 @@ class SharedAttentionState(AttentionState):
 
     @property
     def own_rows(self) -> tuple[int, int]:
+        """The rows of the stacks that this process's span of the run takes."""
         row = self.owned.rows_before(self.run.start)
         return row, row + self.part.real
 
@@ -183,6 +186,7 @@ class SharedAttentionState(AttentionState):
         return pad(known[0], (0, 0, 0, missing)), pad(known[1], (0, missing), value=torch.inf)
 
     def seeds(self) -> list[Seed]:
+        """See `LayerState`."""
         part = self.part
         if self._own is None or self.run.rows != 1 or not part.real:
             return []
@@ -192,16 +196,19 @@ class SharedAttentionState(AttentionState):
         return [(out, torch.nn.functional.pad(grad, pad).to(out.dtype)) for out, grad in taken if grad is not None]
 
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `LayerState`."""
         row, real = self.owned.rows_before(start), self.context.part(stop - start).real
         return {"keys": self.keys.read(row, row + real), "values": self.values.read(row, row + real)}
 
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `LayerState`."""
         row = self.owned.write(start, self.context.part(stop - start))
         for name, stack in (("keys", self.keys), ("values", self.values)):
             stack.write(row, tensors[name], self.device)
         self._kept.pop(start, None)
 
     def truncate(self, position: int) -> None:
+        """See `LayerState`."""
         super().truncate(position)
         self.owned.truncate(position)
 
@@ -210,6 +217,7 @@ class SharedLatentState(SharedAttentionState, LatentState):
     """Latents and rotary keys of the positions that this process owns, up-projected when read."""
 
     def prefix(self, module: torch.nn.Module) -> Prefix:
+        """What this process holds of the prefix, up-projected when read."""
         require_latent(module)
         return LatentPrefix(self, self.run_in_rows, module)
 
@@ -255,6 +263,7 @@ class ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: SharedAttentionState, run: Run, prefix: Prefix, spec: Spec
     ) -> Tensor:
+        """The merged output of this process's part; see the class."""
         known = state.recall()  # of this run: all processes kept it, or none
         if known is None:
             known = ContextAttention._attend(q, k, v, state, run, prefix, spec)
@@ -281,6 +290,7 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v; the prefix's go to their owners' cotangents."""
         q, k, v, out, lse = ctx.saved_tensors
         state, run, prefix, spec = ctx.rest
         context = state.context

@@ -88,11 +88,13 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """All processes' tokens."""
         ctx.ranks = ranks
         return tuple(ranks.gather(x, "ep", "expert tokens").flatten(0, 1) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """To each token's owner the sum of its gradients."""
         return None, *(_to_owners(ctx.ranks, grad) for grad in grads)
 
 
@@ -105,12 +107,14 @@ class _SumToOwners(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, out: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        """To each token's owner the sum of its outputs."""
         ctx.ranks = ranks
         ctx.set_materialize_grads(True)
         return _to_owners(ranks, out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        """All processes' gradients."""
         return None, ctx.ranks.gather(grad, "ep", "expert tokens").flatten(0, 1), None, None
 
 

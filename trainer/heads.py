@@ -63,11 +63,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        """The whole, from all processes' parts."""
         ctx.ranks = ranks
         return ranks.gather(x, name="convolution tails")
 
     @staticmethod
     def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
+        """This process's part of the summed gradient."""
         return ctx.ranks.scatter_sum(grad_R.to(wide(grad_R.dtype)), name="convolution tails").to(grad_R.dtype), None
 
 
@@ -95,11 +97,13 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Heads for tokens, or tokens for heads."""
         ctx.ranks, ctx.to_heads = ranks, to_heads
         return _swap(ranks, tensors, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """The other way round."""
         return None, None, *_swap(ctx.ranks, grads, not ctx.to_heads)
 
 

@@ -54,9 +54,11 @@ class CpuFlash:
     bottom_right = False
 
     def supports(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> bool:
+        """Whether it is installed and takes these tensors."""
         return q_BHTD.device.type == "cpu" and q_BHTD.shape[-1] == v_BKSE.shape[-1] and q_BHTD.dtype != torch.float16
 
     def forward(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = run(q_BHTD, k_BKSD, v_BKSE, 0.0, causal, attn_mask=None, scale=scale)
         return out, lse
@@ -65,6 +67,7 @@ class CpuFlash:
         self, dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor,
         out_BHTE: Tensor, lse_BHT: Tensor, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `Kernel`."""
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = run(
             dout_BHTE, q_BHTD, k_BKSD, v_BKSE, out_BHTE, lse_BHT, 0.0, causal, attn_mask=None, scale=scale
@@ -82,6 +85,7 @@ class Flash4:
     bottom_right = True
 
     def supports(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> bool:
+        """Whether it is installed and takes these tensors."""
         return (
             _is_gpu(q_BHTD, major=9) and q_BHTD.shape[-1] in (64, 96, 128, 192, 256) and v_BKSE.shape[-1] % 8 == 0
             and importlib.util.find_spec("flash_attn") is not None
@@ -89,6 +93,7 @@ class Flash4:
         )  # fmt: skip
 
     def forward(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
         q, k, v = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE))
@@ -99,6 +104,7 @@ class Flash4:
         self, dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor,
         out_BHTE: Tensor, lse_BHT: Tensor, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `Kernel`."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
         q, k, v, out, dout = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE, out_BHTE, dout_BHTE))
@@ -113,10 +119,12 @@ class CuDnn:
     bottom_right = False
 
     def supports(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> bool:
+        """Whether it is installed and takes these tensors."""
         sizes = (q_BHTD.shape[-1], v_BKSE.shape[-1])
         return _is_gpu(q_BHTD, major=9) and all(size % 8 == 0 and size <= 256 for size in sizes)
 
     def forward(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         run = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = run(q_BHTD, k_BKSD, v_BKSE, None, True, 0.0, causal, False, scale=scale)
         return out, lse.reshape(out.shape[:3])
@@ -125,6 +133,7 @@ class CuDnn:
         self, dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor,
         out_BHTE: Tensor, lse_BHT: Tensor, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `Kernel`."""
         run = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         unused = torch.zeros((), dtype=torch.int64, device=q_BHTD.device)
         lse = lse_BHT.float().reshape(*out_BHTE.shape[:3], 1).contiguous()
@@ -142,9 +151,11 @@ class TorchFlash:
     bottom_right = False
 
     def supports(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> bool:
+        """Whether it is installed and takes these tensors."""
         return _is_gpu(q_BHTD, major=8) and q_BHTD.shape[-1] == v_BKSE.shape[-1] and q_BHTD.shape[-1] <= 256
 
     def forward(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         q, k, v = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE))
         run = torch.ops.aten._flash_attention_forward
         out, lse, *_ = run(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
@@ -154,6 +165,7 @@ class TorchFlash:
         self, dout_BHTE: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor,
         out_BHTE: Tensor, lse_BHT: Tensor, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `Kernel`."""
         q, k, v, out, dout = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE, out_BHTE, dout_BHTE))
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         run = torch.ops.aten._flash_attention_backward

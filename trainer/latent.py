@@ -38,6 +38,7 @@ class LatentState(AttentionState):
     """Latents and rotary keys of one layer: `keys` holds c, `values` holds r."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        """Attention over latents, up-projected when read."""
         require_latent(module)
         prefix = LatentPrefix(self, self.run, module)
         return PrefixAttention.apply(q, k, v, prefix, spec)  # type: ignore[no-untyped-call,no-any-return]
@@ -63,9 +64,11 @@ class LatentPrefix:
             yield start, k, v
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
+        """See `Prefix`."""
         return self._state.recall()
 
     def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
+        """See `Prefix`."""
         self._state.keep(out_BHTE, lse_BHT)
 
     def gradient_start(self) -> int:

@@ -33,6 +33,7 @@ class LeadingTrainer(Trainer):
     """Process 0's trainer: what it is asked to do, the followers do too. Everything else is as in `Trainer`."""
 
     def run(self, prepared: Prepared) -> Receipt:
+        """As `Trainer.run`; the followers are sent the prepared groups first."""
         if self.ranks.world == 1:
             return super().run(prepared)
         if not isinstance(self.loss, LossConfig):
@@ -43,10 +44,12 @@ class LeadingTrainer(Trainer):
         return super().run(prepared)
 
     def checkpoint(self) -> Callable[[Path], None]:
+        """As `Trainer.checkpoint`, with the followers."""
         self.ranks.announce({"do": "checkpoint"})
         return super().checkpoint()
 
     def restore(self, directory: Path) -> None:
+        """As `Trainer.restore`, with the followers."""
         self.ranks.announce({"do": "restore", "directory": str(directory.resolve())})
         super().restore(directory)
 

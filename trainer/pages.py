@@ -81,6 +81,7 @@ class HostStack(Stack):
         return self._device
 
     def write(self, start: int, new_1KTD: Tensor, device: torch.device | None = None) -> None:
+        """Copy to host memory; see `Stack`."""
         self._device = new_1KTD.device if device is None else device
         if self.values_PKD is None:
             _, K, _, D = new_1KTD.shape
@@ -90,11 +91,13 @@ class HostStack(Stack):
         self.values_PKD[start : start + new_1KTD.shape[2]].copy_(new_1KTD[0].transpose(0, 1).contiguous(), non_blocking=True)
 
     def write_at(self, positions_M: Tensor, new_1KMD: Tensor) -> None:
+        """As `Stack`'s, by way of the device."""
         values = self.read(0, int(positions_M.max()) + 1).clone()
         values[:, :, positions_M.to(values.device)] = new_1KMD.to(values)
         self.write(0, values, self._device)
 
     def read(self, start: int, stop: int) -> Tensor:
+        """A copy on the device."""
         page = super().read(start, stop)[0].transpose(0, 1)
         return page.to(self._device, non_blocking=True, copy=True).transpose(0, 1)[None]
 
@@ -105,6 +108,7 @@ class HostStack(Stack):
         return self._picked_PD[positions]
 
     def release(self) -> None:
+        """Let go of what is staged; a staged cotangent is put back."""
         self._picked_PD = None
         if self._added_PD is not None:
             assert self.cotangent_PKD is not None
@@ -112,6 +116,7 @@ class HostStack(Stack):
             self._added_PD = None
 
     def add(self, start: int, grad_1KSD: Tensor, cut: int) -> None:
+        """Add on the device, page by page."""
         self.release()
         cotangent = self._cotangent(cut)
         for first in range(0, grad_1KSD.shape[2], self.page):
@@ -128,6 +133,7 @@ class HostStack(Stack):
         self._added_PD.index_add_(0, positions_M - self._base, grad_MD.to(self._added_PD.dtype))
 
     def take(self, start: int, stop: int) -> Tensor | None:
+        """A copy on the device, cleared here."""
         self.release()
         if self.cotangent_PKD is None or start < self._base:
             return None

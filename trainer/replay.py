@@ -176,6 +176,7 @@ class _Flat:
 
     @classmethod
     def of(cls, tree: PrefixTree, device: torch.device) -> _Flat:
+        """The slots of a tree, on `device`."""
         sizes = [len(node.loss_targets) for node in tree.nodes]
         first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         entry = first[np.asarray(tree.entry_node, dtype=np.int64)] + np.asarray(tree.entry_slot, dtype=np.int64)

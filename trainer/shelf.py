@@ -64,6 +64,7 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 

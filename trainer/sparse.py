@@ -65,10 +65,12 @@ class SparseState(LatentState):
         return int(self._changed)
 
     def begin(self, run: Run) -> None:
+        """See `LayerState`; latents that were noted are forgotten."""
         super().begin(run)
         self.latents = None
 
     def collect(self) -> None:
+        """See `LayerState`; what was staged is let go."""
         super().collect()
         self.release()
 
@@ -213,22 +215,26 @@ class SparseState(LatentState):
         return torch.einsum("bshr,rhe->bhse", out_BSHR, value_RHE)
 
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `LayerState`."""
         tensors = super().export(start, stop)
         if self.index.values_PKD is not None:
             tensors |= {"index": self.index.read(start, stop), "digest": self._digests[start]}
         return tensors
 
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `LayerState`."""
         super().adopt(start, stop, tensors)
         if "index" in tensors:
             self.index.write(start, tensors["index"], self.device)
             self._digests[start] = tensors["digest"].to(self.device)
 
     def truncate(self, position: int) -> None:
+        """See `LayerState`."""
         super().truncate(position)
         self._digests = {start: digest for start, digest in self._digests.items() if start < position}
 
     def nbytes(self) -> dict[str, int]:
+        """See `LayerState`."""
         held = super().nbytes()
         held["state"] += self.index.nbytes()["state"] + sum(digest.nbytes for digest in self._digests.values())
         return held
@@ -295,6 +301,7 @@ class GatherPicks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own_BTR: Tensor, picks_BSn: Tensor, stack: Stack, run: Run) -> Tensor:
+        """The picked rows, from the prefix and the run."""
         ctx.save_for_backward(picks_BSn)
         ctx.stack, ctx.run, ctx.own_shape = stack, run, own_BTR.shape
         if run.writes:  # the run's own are in the stack already
@@ -308,6 +315,7 @@ class GatherPicks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BSnR: Tensor) -> tuple[Tensor, None, None, None]:
+        """The run's own gradient; the prefix's goes to its cotangent."""
         (picks,) = ctx.saved_tensors
         run: Run = ctx.run
         B, T, R = ctx.own_shape
@@ -329,11 +337,13 @@ class _Releasing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, c_BTR: Tensor, r_BTD: Tensor, state: SparseState) -> tuple[Tensor, Tensor]:
+        """Its input, unchanged."""
         ctx.state = state
         return c_BTR.view_as(c_BTR), r_BTD.view_as(r_BTD)
 
     @staticmethod
     def backward(ctx: Any, dc_BTR: Tensor, dr_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The gradient, unchanged; what was staged is let go."""
         ctx.state.release()
         return dc_BTR, dr_BTD, None
 

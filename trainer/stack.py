@@ -107,5 +107,6 @@ class Stack:
         return taken
 
     def nbytes(self) -> dict[str, int]:
+        """Bytes held: {"state": ..., "cotangent": ...}."""
         size = lambda tensor: 0 if tensor is None else tensor.nbytes
         return {"state": size(self.values_PKD), "cotangent": size(self.cotangent_PKD)}

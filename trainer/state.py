@@ -55,6 +55,7 @@ class Run:
 
     @property
     def stop(self) -> int:
+        """One past the run's last input."""
         return self.start + self.length
 
 
@@ -73,13 +74,21 @@ class Decisions(Protocol):
         """Decisions that a rerun would have made otherwise."""
         ...
 
-    def export(self, start: int, stop: int) -> dict[str, Tensor]: ...
+    def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What `adopt` takes of the run [start, stop)."""
+        ...
 
-    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None: ...
+    def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `export` gave."""
+        ...
 
-    def truncate(self, position: int) -> None: ...
+    def truncate(self, position: int) -> None:
+        """Forget what lies at `position` and after it."""
+        ...
 
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
 
 
 class LayerState(ABC):
@@ -177,6 +186,7 @@ class AttentionState(LayerState):
         return PrefixAttention.apply(q, k, v, StoredPrefix(self, self.run), spec)  # type: ignore[no-untyped-call,no-any-return]
 
     def seeds(self) -> list[Seed]:
+        """See `LayerState`."""
         if self._own is None or self.run.rows != 1:
             return []
         pairs = zip(self._own, (self.keys, self.values), strict=True)
@@ -184,12 +194,15 @@ class AttentionState(LayerState):
         return [(out, grad.to(out.dtype)) for out, grad in taken if grad is not None]
 
     def collect(self) -> None:
+        """See `LayerState`."""
         self._own = None
 
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `LayerState`."""
         return {"keys": self.keys.read(start, stop), "values": self.values.read(start, stop)}
 
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `LayerState`."""
         for name, stack in (("keys", self.keys), ("values", self.values)):
             stack.write(start, tensors[name], self.device)
         self._kept.pop(start, None)
@@ -199,6 +212,7 @@ class AttentionState(LayerState):
         self._kept = {start: stop for start, stop in self._kept.items() if stop <= position}
 
     def nbytes(self) -> dict[str, int]:
+        """See `LayerState`."""
         return _sum_bytes(self.keys.nbytes(), self.values.nbytes(), *(stack.nbytes() for stack in self.outputs or ()))
 
     def get_seq_length(self) -> int:
@@ -231,15 +245,19 @@ class StoredPrefix:
         return self._state.keys.read(0, run.stop), self._state.values.read(0, run.stop)
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
+        """The kept output of the run's chunk; None where none was kept."""
         return self._state.recall()
 
     def keep(self, out_BHTE: Tensor, lse_BHT: Tensor) -> None:
+        """Keep a capture's output."""
         self._state.keep(out_BHTE, lse_BHT)
 
     def gradient_start(self) -> int:
+        """The first position that takes a gradient."""
         return self._cut
 
     def add(self, start: int, dk_1KSD: Tensor, dv_1KSE: Tensor) -> None:
+        """Add to the cotangent of the keys and values from `start` on."""
         self._state.keys.add(start, dk_1KSD, self._cut)
         self._state.values.add(start, dv_1KSE, self._cut)
 
@@ -260,6 +278,7 @@ class RecurrentState(LayerState):
         self._own: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:
+        """See `LayerState`."""
         super().begin(run)
         self._read, self._own = {}, {}
 
@@ -281,12 +300,15 @@ class RecurrentState(LayerState):
 
     @property
     def recurrent_states(self) -> list[Tensor | None]:
+        """As transformers asks for it before 5.24."""
         return [self._incoming("recurrent")]
 
     def get_conv_state(self) -> Tensor | None:
+        """The convolution's tail at the run's start."""
         return self._incoming("tail")
 
     def get_recurrent_state(self) -> Tensor | None:
+        """The recurrent matrix at the run's start."""
         return self._incoming("recurrent")
 
     def update_conv_state(self, new_BCT: Tensor, kernel: int) -> Tensor:
@@ -300,6 +322,7 @@ class RecurrentState(LayerState):
         return full
 
     def update_recurrent_state(self, new_BHDE: Tensor) -> Tensor:
+        """Keep the recurrent matrix at the run's end."""
         self._keep("recurrent", new_BHDE)
         return new_BHDE
 
@@ -309,10 +332,12 @@ class RecurrentState(LayerState):
             self._borders.setdefault(self.run.stop, {})[kind] = value.detach().clone()
 
     def seeds(self) -> list[Seed]:
+        """See `LayerState`."""
         given = self._cotangents.pop(self.run.stop, {}) if self.run.rows == 1 else {}
         return [(self._own[kind], grad.to(self._own[kind].dtype)) for kind, grad in given.items() if kind in self._own]
 
     def collect(self) -> None:
+        """See `LayerState`."""
         for kind, leaf in self._read.items():
             if leaf.grad is not None:
                 held = self._cotangents.setdefault(self.run.start, {})
@@ -321,20 +346,25 @@ class RecurrentState(LayerState):
         self._read, self._own = {}, {}
 
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `LayerState`."""
         return dict(self._borders[stop])
 
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `LayerState`."""
         self._borders[stop] = {kind: tensor.to(self.device, copy=True) for kind, tensor in tensors.items()}
 
     def drop(self, border: int) -> None:
+        """See `LayerState`."""
         self._borders.pop(border, None)
 
     def truncate(self, position: int) -> None:
+        """See `LayerState`."""
         for table in (self._borders, self._cotangents):
             for border in [b for b in table if b > position]:
                 del table[border]
 
     def nbytes(self) -> dict[str, int]:
+        """See `LayerState`."""
         total = lambda table: sum(t.nbytes for kinds in table.values() for t in kinds.values())
         return {"state": total(self._borders), "cotangent": total(self._cotangents)}
 

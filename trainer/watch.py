@@ -39,6 +39,7 @@ class Watch(threading.Thread):
         self.entered, self.waiting, self.phase = 0, False, ""
 
     def run(self) -> None:
+        """Beat and look at the others until the run is left."""
         beat, last = 0, time.monotonic()
         while not self._left.is_set():
             beat += 1

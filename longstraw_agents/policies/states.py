@@ -60,13 +60,17 @@ class Segment:
 class StateRunner(Protocol):
     """A model with one way of keeping states."""
 
-    def new(self) -> Any: ...
+    def new(self) -> Any:
+        """An empty state."""
+        ...
 
     def usable(self, state: Any, tokens: TokenArray) -> int:
         """How many of the first tokens a fork of `state` could take over."""
         ...
 
-    def fork(self, state: Any, length: int) -> Any: ...
+    def fork(self, state: Any, length: int) -> Any:
+        """A state of its own that begins with the first `length` tokens of `state`."""
+        ...
 
     def take_over(self, tokens: TokenArray, layers: Sequence[Mapping[str, torch.Tensor]]) -> Any:
         """A state after `tokens` [L] from each layer's "keys" and "values" [1, K, L, D]; None where it needs more than those."""
@@ -223,12 +227,15 @@ class PackedRunner:
         ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
 
     def new(self) -> KeyValueState:
+        """An empty state."""
         return KeyValueState()
 
     def usable(self, state: KeyValueState, tokens: TokenArray) -> int:
+        """All that both have in common: keys and values can be cut anywhere."""
         return shared_length(state.tokens, tokens)
 
     def fork(self, state: KeyValueState, length: int) -> KeyValueState:
+        """The first `length` positions, copied, with room to grow."""
         copied = KeyValueState(tokens=state.tokens[:length].copy())
         for layer, key in state.keys.items():
             copied.keys[layer] = _grown(key, key, length, length + _SPARE)
@@ -236,6 +243,7 @@ class PackedRunner:
         return copied
 
     def take_over(self, tokens: TokenArray, layers: Sequence[Mapping[str, torch.Tensor]]) -> KeyValueState:
+        """The given keys and values, copied, with room to grow."""
         state, length = KeyValueState(tokens=tokens.copy()), len(tokens)
         for index, layer in enumerate(layers):
             state.keys[index] = _grown(layer["keys"][0], layer["keys"][0], length, length + _SPARE)
@@ -243,6 +251,7 @@ class PackedRunner:
         return state
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """All segments as one packed row; see `StateRunner`."""
         device = self.model.device
         lengths = [len(segment.tokens) for segment in segments]
         ids = np.concatenate([segment.tokens for segment in segments]).astype(np.int64)
@@ -345,20 +354,25 @@ class SerialRunner:
         self._attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
     def new(self) -> CacheState:
+        """An empty cache of the library."""
         return CacheState(np.empty(0, np.int32), DynamicCache(config=self.model.config.get_text_config()))
 
     def usable(self, state: CacheState, tokens: TokenArray) -> int:
+        """All of the state or nothing: a recurrent state can't be cut."""
         length = len(state.tokens)
         return length if shared_length(state.tokens, tokens) == length else 0
 
     def fork(self, state: CacheState, length: int) -> CacheState:
+        """A deep copy; `length` is the state's own."""
         assert length == len(state.tokens), "a recurrent state can't be cut"
         return CacheState(state.tokens.copy(), copy.deepcopy(state.cache))
 
     def take_over(self, tokens: TokenArray, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """None: keys and values are not all that such a state holds."""
         return None
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """One segment after the other."""
         return torch.stack([self._run_one(segment) for segment in segments])
 
     def _run_one(self, segment: Segment) -> torch.Tensor:
