@@ -206,7 +206,7 @@ def choose(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> Kernel | None:
     Decided once for each device, dtype, number of heads and head sizes.
     """
     if q_BHTD.device.type == "meta":
-        return _STAND_INS[-1] if _STAND_INS else None
+        return _STAND_INS[-1] if _STAND_INS and _STAND_INS[-1].supports(q_BHTD, k_BKSD, v_BKSE) else None
     key = (q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[1], k_BKSD.shape[1], q_BHTD.shape[-1], v_BKSE.shape[-1])
     if key not in _CHOICES:
         able = (kernel for kernel in KERNELS if kernel.supports(q_BHTD, k_BKSD, v_BKSE))

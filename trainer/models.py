@@ -20,14 +20,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from longstraw_agents.cache import SMOLLM2, cache_folder
 from longstraw_agents.errors import AdapterError, ConfigError, ModelError
@@ -124,6 +131,25 @@ def _quantized(config: ModelConfig) -> dict[str, Any]:
         bnb_4bit_compute_dtype=DTYPES[config.dtype],
     )  # fmt: skip
     return {"quantization_config": settings, "device_map": {"": config.device}}
+
+
+def without_weights(config: ModelConfig) -> Any:
+    """The model on torch's meta device, of its configuration alone: shapes and types, no data; for `plan`.
+
+    Where PEFT would adapt fused experts too, which it can't do without data, "all-linear" means those of attention.
+    """
+    folder = smollm2_folder() if config.name == SMOLLM2 else config.name
+    try:
+        settings = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[config.dtype])
+            adapter = config.adapter
+            if adapter is not None and any(name.endswith(_EXPERTS) for name, _ in model.named_parameters()):
+                linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "attn." in n}
+                adapter = replace(adapter, targets=tuple(sorted(n for n in linear if ".indexer." not in n)))
+            return (model if adapter is None else add_adapter(model, adapter)).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loaded(config, error) from error
 
 
 def load_tokenizer(config: ModelConfig = ModelConfig()) -> PreTrainedTokenizerBase:
