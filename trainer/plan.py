@@ -71,9 +71,8 @@ class Rates:
         unknown = sorted(set(given) - {"attention", "matrix", "memory"})
         if unknown:
             raise ConfigError(f"rates have no {', '.join(unknown)}; they are attention, matrix and memory")
-        attention = {int(size): (float(both[0]), float(both[1])) for size, both in given.get("attention", {}).items()}
-        rest = {name: float(given[name]) for name in ("matrix", "memory") if name in given}
-        return cls(**({"attention": attention} if attention else {}), **rest)
+        attention = {int(size): (float(one), float(both)) for size, (one, both) in given.get("attention", {}).items()}
+        return cls(attention or H200.attention, float(given.get("matrix", H200.matrix)), float(given.get("memory", H200.memory)))
 
     def seconds(self, phase: Phase, head_size: int, backward: bool) -> float:
         """Seconds of a phase's work."""
@@ -89,6 +88,7 @@ H200 = Rates()
 class PlanConfig:
     """What is to be trained on what. context: positions of a trajectory, its `response` included. memory: bytes of one GPU.
 
+    gpus share the context: each has 1/gpus of positions and chunk (queries gathered for an exchange are not counted).
     chunk, outputs: None lets the planner choose. stand_ins: plan for a GPU's kernels; without it for torch's own.
     """
 

@@ -59,11 +59,15 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / 2**30:,.2f}"
+
+
 def _show(found: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    gib = lambda size: f"{size / 2**30:,.2f}"
     console, forecast = Console(), found.forecast
     table = Table("GiB", "on the GPU", "in host memory")
     for kind in forecast.gpu | forecast.host:
