@@ -134,9 +134,10 @@ class GymnasiumText(Adapter):
     def _number(self, action: str) -> int:
         found = re.findall(r"-?\d+", answer_of(action)[-1000:])
         space: Any = self.env.action_space
-        if not found or not space.start <= int(found[-1][:12]) < space.start + space.n:
+        number = int(found[-1]) if found else None  # of at most 1,000 digits
+        if number is None or not space.start <= number < space.start + space.n:
             raise ValueError(f"Answer with one number from {space.start} to {space.start + space.n - 1}.")
-        return int(found[-1])
+        return number
 
     def begin(self, seed: int, split: str) -> str:
         """Reset the environment and show what it says."""

@@ -140,8 +140,8 @@ class DocumentSearchEnv(ToolEnv):
     def _snippet(self, number: int, query: str) -> str:
         text = self.documents[number][1]
         words = sorted(set(_WORD.findall(query.lower())), key=len, reverse=True)
-        places = [place for place in (text.lower().find(word) for word in words) if place >= 0]
-        place = places[0] if places else 0
+        lowered = text.lower()
+        place = next((place for place in map(lowered.find, words) if place >= 0), 0)
         return " ".join(text[max(0, place - 60): place + 100].split())
 
     @tool(limits=ToolLimits(output_chars=4_000_000))

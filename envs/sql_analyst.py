@@ -59,7 +59,10 @@ QUESTIONS: tuple[tuple[str, str], ...] = (
 )
 
 _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, 33})  # 33: SQLITE_RECURSIVE
-_REFUSED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"})
+#: The last five: one call may take seconds in C, and SQLite looks at the clock only between rows.
+_REFUSED_FUNCTIONS = frozenset(
+    {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "printf", "format", "trim", "ltrim", "rtrim"}
+)
 
 
 class SQLAnalystEnv(ToolEnv):
@@ -71,6 +74,7 @@ class SQLAnalystEnv(ToolEnv):
     max_turns: ClassVar[int] = 12
     query_seconds: ClassVar[float] = 2.0
     max_rows: ClassVar[int] = 50
+    max_chars: ClassVar[int] = 100_000
 
     def new_task(self, rng: np.random.Generator, split: str) -> str:
         """One task from the random numbers of its seed."""
@@ -104,8 +108,11 @@ class SQLAnalystEnv(ToolEnv):
         columns += [rng.integers(1, 10, orders), rng.integers(1, 13, orders)]
         lines = [(i, *(int(column[i]) for column in columns)) for i in range(orders)]
         database.executemany("INSERT INTO orders VALUES (?, ?, ?, ?, ?)", lines)
-        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1_000_000)
-        database.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 20_000)
+        # together these bound what one row can take, in memory and in time: without, a thousand columns of a megabyte each
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4096)
+        database.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, 64)
+        database.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4000)
+        database.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 256)
         database.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         return database
 
@@ -120,15 +127,24 @@ class SQLAnalystEnv(ToolEnv):
         self._database.set_progress_handler(lambda: int(time.monotonic() > deadline), 1000)
         try:
             cursor = self._database.execute(sql)
-            rows = cursor.fetchmany(self.max_rows + 1)
+            lines = self._lines(cursor)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             reason = "it took too long" if time.monotonic() > deadline else str(error)
             raise ToolFault(f"the query failed: {reason}") from None
         finally:
             self._database.set_progress_handler(None, 0)
-        heading = [" | ".join(column[0] for column in cursor.description or ())]
-        lines = heading + [" | ".join(str(value) for value in row) for row in rows[: self.max_rows]]
-        return "\n".join(lines + (["[more rows were left out]"] if len(rows) > self.max_rows else []))
+        return "\n".join([" | ".join(column[0] for column in cursor.description or ()), *lines])
+
+    def _lines(self, cursor: sqlite3.Cursor) -> list[str]:
+        """Rows as text, up to `max_rows` and `max_chars`; what comes after is not even fetched."""
+        lines: list[str] = []
+        size = 0
+        for row in cursor:
+            if len(lines) == self.max_rows or size > self.max_chars:
+                return [*lines, "[more rows were left out]"]
+            lines.append(" | ".join(str(value) for value in row))
+            size += len(lines[-1])
+        return lines
 
     def grade_turn(self, episode: Episode) -> Mapping[str, float]:
         """Parts of the reward that a turn earned."""

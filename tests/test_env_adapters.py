@@ -30,7 +30,7 @@ def test_a_discrete_environment_in_text():
         env.step("2")
 
 
-@pytest.mark.parametrize("action", ["hello", "7", "-1", "9" * 5000, "", "\ud800"])
+@pytest.mark.parametrize("action", ["hello", "7", "-1", "9" * 5000, "", "\ud800", "0" * 12 + "9"])
 def test_what_is_no_action_is_explained_and_does_not_step(action):
     env = GymnasiumText(gymnasium.make("FrozenLake-v1", is_slippery=False))
     env.reset(seed=1)

@@ -1,9 +1,12 @@
 """Every built-in environment: gymnasium's checker, seeds, splits, the solver and a random policy."""
 
+import contextlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -31,6 +34,22 @@ def env(request):
     made = make(request.param)
     yield made
     made.close()
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@contextlib.contextmanager
+def peak():
+    """MB by which memory grew at most inside, as the kernel counts it."""
+    def most():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # begin to count anew
+    before, grown = most(), []
+    yield grown
+    grown.append(most() - before)
 
 
 def solve(env, **reset):
@@ -82,18 +101,16 @@ def test_a_seed_means_one_task(env):
 
 
 def test_seeds_agree_across_processes():
-    script = (
-        "import gymnasium, json, hashlib; from longstraw_agents.envs import BUILT_IN\n"
-        "for name in ('Lookup', 'DocumentSearch', 'SQLAnalyst', 'Ledger'):\n"
-        "    env = gymnasium.make(f'longstraw/{name}-v0'); text = env.reset(seed=9)[0]\n"
-        "    solution = next(env.unwrapped.solver()); print(hashlib.sha256((text + solution).encode()).hexdigest())\n"
-    )
+    ids = [name for name in BUILT_IN if "Reasoning" not in name or importlib.util.find_spec("reasoning_gym")]
+    ids = [name for name in ids if "Workspace" not in name or available()]
+    script = "from longstraw_agents.envs.checking import first_observations\n"
+    script += f"print([first_observations(name, name, 2) for name in {ids}])"
     runs = {
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONPATH": ".",
                        "PYTHONHASHSEED": seed, "PATH": "/usr/bin"}).stdout
         for seed in ("1", "2")
     }  # fmt: skip
-    assert len(runs) == 1 and len(runs.pop().split()) == 4
+    assert len(runs) == 1 and len(set(eval(runs.pop())[0])) == 4
 
 
 def test_splits_of_generated_tasks_share_nothing():
@@ -133,6 +150,24 @@ class TestSQL:
         endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
         observation, *_, info = env.step(f'<tool_call>{json.dumps({"name": "query", "arguments": {"sql": endless}})}</tool_call>')
         assert "too long" in observation and info["tool_calls"][0].seconds < 3.5
+
+
+    @pytest.mark.parametrize(
+        "column",
+        [
+            "hex(zeroblob(2000))", "hex(randomblob(99999999))", "printf('%.*c', 2000000000, 'x')", "trim(a.id, a.id)",
+            "replace(hex(zeroblob(2000)), '0', '00')", "hex(zeroblob(2000)) LIKE '%0%0%0%0%0%0%0%0%0%0%0%1'",
+            "instr(hex(zeroblob(2000)), hex(zeroblob(1000)) || '1')",
+        ],
+    )  # fmt: skip
+    def test_a_wide_result_is_not_kept(self, column):
+        env = make("longstraw/SQLAnalyst-v0")
+        env.reset(seed=1)
+        for count in (50, 800):
+            sql = f"SELECT {', '.join([column] * count)} FROM orders a, orders b"
+            with peak() as grown:
+                observation, *_, info = env.step(call("query", sql=sql))
+            assert len(observation) < 6000 and grown[0] < 40 and info["tool_calls"][0].seconds < 3
 
 
 class TestLedger:

@@ -103,3 +103,9 @@ def test_the_check_finds_what_depends_on_the_process(run, tmp_path):
     path.write_text(path.read_text().replace("self.a, self.b = (int(number)", "self.a, self.b = (int(number) + hash('x') % 90"))
     failed = [line for line in run("envs", "check", "environment.py", "--tasks", "2").output.splitlines() if "FAIL" in line]
     assert len(failed) == 1 and "another process" in failed[0]
+
+
+def test_a_document_can_not_command_the_terminal(run):
+    from longstraw_agents.commands.play import visible
+
+    assert visible("a\x1b]0;owned\x07\x9b2J\u202e\ud800\n\té漢🦙") == "a\\x1b]0;owned\\x07\\x9b2J\\u202e\\ud800\n\té漢🦙"

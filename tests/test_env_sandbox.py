@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,16 @@ class TestWithout:
         assert sh(box, "echo ran; sleep 0.2; pwd").output.splitlines() == ["ran", str(box.folder)]
         box.config = SandboxConfig(seconds=0.5)
         assert sh(box, "sleep 60").stopped == "time"
+
+    def test_unsafe_where_the_tools_of_linux_are_missing(self, box, monkeypatch):
+        monkeypatch.setenv(sandbox.UNSAFE_VARIABLE, "1")
+        monkeypatch.setattr(sandbox.shutil, "which", lambda *arguments, **more: None)  # as on macOS
+        assert sh(box, "echo ran").output == "ran\n"
+
+    def test_windows_is_sent_to_wsl(self, monkeypatch):
+        monkeypatch.setattr(sandbox, "os", types.SimpleNamespace(name="nt", environ={sandbox.UNSAFE_VARIABLE: "1"}))
+        with pytest.raises(SandboxError, match="WSL 2"):
+            sandbox.require()
 
 
 def test_limits_are_checked():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 
 import click
 
@@ -33,7 +34,7 @@ def play(environment: str, seed: int, split: str, options: tuple[str, ...], solv
         action = next(solver) if solver else ask()
         while not ended:
             if solver:
-                click.secho(action, fg="green")
+                click.secho(visible(action), fg="green")
             observation, reward, terminated, truncated, info = env.step(action)
             total, ended = total + float(reward), terminated or truncated
             show(observation, info)
@@ -50,11 +51,19 @@ def show(observation: str, info: dict[str, object]) -> None:
     """Print what the environment said, message by message where it says so."""
     messages = info.get("messages")
     if not isinstance(messages, list):
-        click.echo(observation)
+        click.echo(visible(observation))
         return
     for message in messages:
         click.secho(f"[{message.role}]", fg="cyan")
-        click.echo(message.content)
+        click.echo(visible(message.content))
+
+
+def visible(text: str) -> str:
+    """The text with control characters and lone surrogates spelled out: a document must not command the terminal."""
+    return "".join(
+        each if each in "\n\t" or not unicodedata.category(each).startswith("C") else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 def ask() -> str:
