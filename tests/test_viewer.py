@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import html
 import re
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
@@ -20,12 +23,12 @@ from longstraw_agents.trainer.credit import packed
 from longstraw_agents.types import StopReason, Task
 
 pytest.importorskip("starlette", reason="the viewer's packages are not installed")
-pytest.importorskip("httpx", reason="starlette's test client needs httpx")
+httpx = pytest.importorskip("httpx", reason="starlette's test client needs httpx")
 
-from starlette.testclient import TestClient
+from starlette.testclient import TestClient  # noqa: E402
 
-from longstraw_agents import viewer_curves, viewer_pages, viewer_search, viewer_tokens
-from longstraw_agents.viewer import ViewerConfig, make_app
+from longstraw_agents import viewer_curves, viewer_pages, viewer_search, viewer_tokens  # noqa: E402
+from longstraw_agents.viewer import ViewerConfig, make_app  # noqa: E402
 
 LOCAL = "http://127.0.0.1:8322"
 
@@ -323,3 +326,19 @@ def test_ids_are_shown_where_no_tokenizer_is_at_hand(looking: Store) -> None:
     client = TestClient(make_app(looking), base_url=LOCAL)
     assert " ".join(map(str, ids_of("begun"))) in client.get("/trajectories/t13").text
     assert browse.run(looking, "r1").config["model"]["name"] == "/nowhere"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_command_serves_until_it_is_stopped(filled: str, host: str) -> None:
+    pytest.importorskip("uvicorn", reason="the viewer's packages are not installed")
+    command = [sys.executable, "-m", "longstraw_agents.cli", "view", filled, "--host", host, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        shown = process.stdout.readline().split()[0].replace("0.0.0.0", "127.0.0.1")
+        assert ("?token=" in shown) == (host == "0.0.0.0")
+        with httpx.Client(follow_redirects=True) as client:
+            assert "<h1>Runs</h1>" in client.get(shown).text
+        assert httpx.get(shown.split("?")[0]).status_code == (401 if "?" in shown else 200)
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0

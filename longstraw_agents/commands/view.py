@@ -13,6 +13,7 @@ import click
 @click.option("--name", "names", multiple=True, help="A host name by which this machine is reached. May be repeated.")
 def view(url: str, host: str, port: int, token: str | None, names: tuple[str, ...]) -> None:
     """Serve pages on the store at URL until Ctrl-C. The store is opened read-only; runs may go on meanwhile."""
+    import contextlib
     import secrets
     import socket
 
@@ -36,4 +37,5 @@ def view(url: str, host: str, port: int, token: str | None, names: tuple[str, ..
             query = f"/?token={token}" if token else "/"
             Terminal().say(f"http://{shown}:{listening.getsockname()[1]}{query}   (Ctrl-C ends it)")
             server = uvicorn.Server(uvicorn.Config(make_app(store, config), log_level="warning", access_log=False))
-            server.run(sockets=[listening])
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
+                server.run(sockets=[listening])
