@@ -25,13 +25,14 @@ MARKUP = "\n".join(HOSTILE)
 
 
 class Characters:
-    """A tokenizer of single characters, for stores whose text is to be known: an id is a code point."""
+    """A tokenizer for stores whose text is to be known: an id is a code point. A piece is long enough to hold a tag."""
 
     def text(self, ids) -> str:
-        return "".join(self.pieces(ids))
+        return "".join(chr(int(token)) for token in ids)
 
     def pieces(self, ids) -> list[str]:
-        return [chr(int(token)) for token in ids]
+        ends = {*range(23, len(ids), 24), len(ids) - 1}
+        return [self.text(ids[i - i % 24 : i + 1]) if i in ends else "" for i in range(len(ids))]
 
 
 def ids_of(text: str) -> np.ndarray:
