@@ -113,7 +113,7 @@ class Tool:
 
                 text = call_isolated(self.function, dict(arguments), self.limits)
             else:
-                text = _call_in_process(functools.partial(self.function, **checked), self.name, self.limits)
+                text = bounded_call(functools.partial(self.function, **checked), self.name, self.limits)
             error = None
         except ToolFault as fault:
             text, error = None, clip(str(fault), max(1000, self.limits.output_chars))
@@ -249,7 +249,7 @@ class _Expired(BaseException):
     """Raised inside a tool's thread when its time is up; a BaseException so that `except Exception` lets it through."""
 
 
-def _call_in_process(call: Callable[[], Any], name: str, limits: ToolLimits) -> str:
+def bounded_call(call: Callable[[], Any], name: str, limits: ToolLimits) -> str:
     """Run in a thread and give up on it when its time is up: pure Python is stopped, a blocking system call is abandoned.
 
     The result becomes text in that thread too: an object of the tool's may take long to say what it is.
