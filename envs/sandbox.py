@@ -15,6 +15,7 @@ import ctypes
 import functools
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -72,12 +73,11 @@ class Sandbox:
         Raises SandboxError where the sandbox is missing or can't be built; a command's own failure is in its result.
         """
         environment = {**_INSIDE, **(variables or {})}
-        self._unlock()
         if available():
             return self._boxed(command, stdin, readable, environment, write)
         require()
         environment["HOME"] = str(self.folder)
-        before = disk(self.folder)
+        before = self._unlock()
         full = [*_limits(self.config, before[0], sandboxed=False), *command]
         return supervise(full, stdin, environment, self.config, self.folder, before=before, cwd=self.folder)
 
@@ -85,7 +85,7 @@ class Sandbox:
         self, command: Sequence[str], stdin: bytes, readable: Sequence[Path], variables: Mapping[str, str], write: bool
     ) -> Completed:
         _adopt_orphans()
-        before = disk(self.folder)
+        before = self._unlock()
         with tempfile.TemporaryFile() as filter_file, tempfile.TemporaryFile() as told:
             filter_file.write(program())
             filter_file.seek(0)
@@ -103,11 +103,20 @@ class Sandbox:
             raise SandboxError(f"bubblewrap could not build the sandbox: {done.output.strip()[:300]}")
         return done
 
-    def _unlock(self) -> None:
-        # a command may have taken all rights to the folder away; it must not make the next one, a hidden test perhaps, fail
+    def _unlock(self) -> tuple[float, int]:
+        """What is in the folder (see `disk`), with its owner's rights given back where a command took them away.
+
+        No command shall make the next one, the hidden tests least of all, fail to start. Nothing runs now that could put a link
+        in a folder's place.
+        """
         mode = self.folder.stat().st_mode
         if mode & 0o711 != 0o711:
             self.folder.chmod(mode | 0o711)
+        seen = disk(self.folder)
+        if math.isinf(seen[0]):
+            subprocess.run(["chmod", "-R", "u+rwX", "--", str(self.folder)], stderr=subprocess.DEVNULL, check=False)
+            seen = disk(self.folder)
+        return seen
 
     def _bubblewrap(
         self, descriptors: tuple[int, int], readable: Sequence[Path], variables: Mapping[str, str], write: bool

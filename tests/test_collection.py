@@ -356,3 +356,16 @@ def test_an_episode_is_rebuilt_with_the_results_that_its_tools_gave_then(store: 
     result = run(store, run_id, [Task("dice", 1)], policy, make=make_dice, group_size=1, config=config)
     (row,) = store.trajectories(result.group_ids[0])
     assert result.progress.retried == 1 and row.stop_reason is StopReason.ANSWERED and row.success
+
+
+@pytest.mark.parametrize("name", ["Lookup", "DocumentSearch", "SQLAnalyst", "Ledger"])
+def test_all_members_of_a_group_face_the_same_task(store: Store, name: str) -> None:
+    policy = ScriptedPolicy(lambda request: f"<answer>{request.seed}</answer>", ENCODE, END)
+    tasks = [Task(f"longstraw/{name}-v0", 5), Task(f"longstraw/{name}-v0", 5, "heldout")]
+    config = {"max_trajectory_tokens": 20_000, "max_action_tokens": 40}
+    result = run(store, store.create_run("r", {}), tasks, policy, make=make_registered, config=config)
+    first = [
+        {store.turns(row.trajectory_id)[0].observation.tobytes() for row in store.trajectories(group_id)}
+        for group_id in result.group_ids
+    ]
+    assert [len(each) for each in first] == [1, 1] and first[0] != first[1]

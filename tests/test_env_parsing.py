@@ -77,6 +77,7 @@ def test_positional_values_of_the_python_format():
         ("", "empty"), ("{", "not valid JSON"), ("not json", "not valid JSON"), ("{'name': 'f'}", "not valid JSON"),
         ('{"name": "f", "arguments": {"x": 1}} and more', "text after"), ('{"arguments": {}}', 'no "name"'), ("[]", "empty"),
         ("3", "must be a JSON object"), ('{"name": 3}', 'no "name"'), ('{"name": "f", "arguments": [1]}', "must be a JSON"),
+        ('{"name": "f", "arguments": {"x": 1e99999}}', "too large"),
         ('{"name": "f", "arguments": {"x": NaN}}', "NaN"), (nested(900), "nested"),
         ('{"name": "f", "arguments": {"x": %s}}' % ("9" * 5000), "not valid JSON"),
         ("[" * 100_000, "nested too deep"), ('{"name": "f", "arguments": "{"}', "not valid JSON"),

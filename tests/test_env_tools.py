@@ -1,6 +1,9 @@
 """Tools made of functions: their schemas, their checks, their limits."""
 
 import asyncio
+import platform
+import subprocess
+import sys
 import threading
 import time
 from typing import Literal
@@ -232,3 +235,64 @@ def test_the_tool_binds_like_a_method():
     env = Counter()
     env.reset(seed=1)
     assert isinstance(Counter.up, Tool) and env.up() == 1 and isinstance(env, gymnasium.Env)
+
+
+FLOOD = """
+from concurrent.futures import ThreadPoolExecutor
+from longstraw_agents.envs import tool
+@tool
+def flood() -> str:
+    "Return twenty megabytes."
+    return "\\u6f22" * 10_000_000
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+before = resident()
+for _ in range(5):
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: flood.run({}), range(4)))
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps of threads are glibc's")
+def test_memory_of_large_results_is_given_back():
+    done = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 40  # 150 with a heap for each thread
+
+
+class Mute:
+    def __str__(self):
+        while self:
+            time.sleep(0.001)
+        return ""
+
+
+class Dark(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+
+def test_what_a_tool_returns_or_raises_can_not_break_out_of_its_call():
+    @tool(limits=ToolLimits(seconds=0.3))
+    def mute() -> list:
+        """Return what never says what it is."""
+        return [Mute()]
+
+    @tool
+    def dark() -> str:
+        """Raise what can't say what it is."""
+        raise Dark
+
+    @tool
+    def keyed() -> dict:
+        """Return what is no JSON."""
+        return {("a", 1): b"x"}
+
+    outcome = mute.run({})
+    assert "longer than 0.3 s" in outcome.error and outcome.seconds < 1.3
+    assert dark.run({}).error == "Dark" and keyed.run({}).result == "{('a', 1): b'x'}"
+
+
+def test_two_parts_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two reward parts"):
+        Counter(rewards=[RewardPart("done")])
