@@ -138,16 +138,8 @@ def record(seen: list[dict[str, Any]]) -> None:
     figures.record("parallel.applied_twice_or_lost", total, command=command, trials=len(seen), extra=extra)
 
 
-def main() -> None:
-    """See the module's head."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", default=",".join(TRIALS), help="comma-separated, as in TRIALS")
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
-    parser.add_argument("--results", type=Path, help="a file that keeps the trials of several calls")
-    parser.add_argument("--record", action="store_true")
-    options = parser.parse_args()
-    kept = json.loads(options.results.read_text()) if options.results and options.results.exists() else []
-    trials = options.trials.split(",")
+def run(trials: list[str], jobs: int) -> list[dict[str, Any]]:
+    """Collect a run's groups, train on them undisturbed with two processes and with one, and make the trials on copies."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         (base / "source").mkdir()
@@ -156,9 +148,21 @@ def main() -> None:
         for processes in (2, 1):
             train(copy_of(base / "source", base / f"plain{processes}"), processes)
             plain[processes] = outcome(base / f"plain{processes}")["adapter"]
-        with ThreadPoolExecutor(options.jobs) as pool:
-            seen = list(pool.map(lambda pair: attempt(base, *pair, plain), enumerate(trials)))
-    seen = [entry for entry in kept if entry["trial"] not in trials] + seen
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(lambda pair: attempt(base, *pair, plain), enumerate(trials)))
+
+
+def main() -> None:
+    """See the module's head."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", default=",".join(TRIALS), help="comma-separated, as in TRIALS; none only records")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
+    parser.add_argument("--results", type=Path, help="a file that keeps the trials of several calls")
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args()
+    kept = json.loads(options.results.read_text()) if options.results and options.results.exists() else []
+    trials = [trial for trial in options.trials.split(",") if trial]
+    seen = [entry for entry in kept if entry["trial"] not in trials] + (run(trials, options.jobs) if trials else [])
     if options.results:
         options.results.write_text(json.dumps(seen, indent=1) + "\n")
     if options.record:

@@ -59,13 +59,20 @@ class Watch(threading.Thread):
             self._left.wait(BEAT)
 
     def leave(self) -> None:
-        """The process ends in good order: the others are not to miss it."""
+        """The process ends in good order: the others are not to miss it. Process 0, which holds the store, leaves last."""
         self._left.set()
         self.join(5 * BEAT)
+        deadline = time.monotonic() + DEAD_AFTER
         try:
             self._say({"beat": "left"})
+            while self._number == 0 and not self._others_left() and time.monotonic() < deadline:
+                time.sleep(BEAT / 10)
         except (RuntimeError, OSError):
-            return  # the store's own process left first
+            return  # the store's own process is gone
+
+    def _others_left(self) -> bool:
+        beats = (self._store.get(f"beat/{other}") for other in range(1, self._count))
+        return all(json.loads(beat)["beat"] == "left" for beat in beats)
 
     def blame(self) -> str:
         """Who is gone, once that is clear; for an exchange that failed."""
