@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import tempfile
 import time
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import longstraw_agents.envs  # noqa: F401  registers the environments
 from longstraw_agents import figures
@@ -26,6 +28,9 @@ from longstraw_agents.rendering import ChatML
 from longstraw_agents.storage import Store
 from longstraw_agents.trainer.models import smollm2_folder
 from longstraw_agents.types import Task
+
+if TYPE_CHECKING:
+    from longstraw_agents.loop import Loop
 
 EPISODES, TOKENS = 32, 32
 
@@ -123,16 +128,32 @@ def loop(arguments: argparse.Namespace) -> None:
         report = run.run()
         steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
         print(run.summary())
-    differences = [step["metrics"]["mismatch_max"] for step in steps]
-    success = {name: modes["sampled"]["success"] for name, modes in report["evaluations"].items()}
-    print(f"success {success}; largest difference of a token's log-probability in each update: {differences}")
-    if arguments.record:
         shape = {"updates": len(steps), "groups": arguments.groups, "samples": arguments.samples}
-        extra = {**shape, "success": success, "by_update": differences, "vllm": _version()}
+        served = {"tokens_compared": _loss_tokens(run), "adapter_norm": _adapter_norm(run.step_folder)}
+    differences = [step["metrics"]["mismatch_max"] for step in steps]
+    rewards = [row["reward"] for row in report["updates"]]
+    success = {name: modes["sampled"]["success"] for name, modes in report["evaluations"].items()}
+    print(f"success {success}; rewards {rewards}; {served}")
+    print(f"largest difference of a token's log-probability in each update: {differences}")
+    if arguments.record:
+        extra = {**shape, **served, "success": success, "rewards": rewards, "by_update": differences, "vllm": _version()}
         sizes = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("updates", "tasks", "groups", "samples"))
         command = f"python benchmarks/engine.py loop {sizes} --record"  # the folder is whoever's
         trials = len(differences)
         figures.record("collect.vllm_float32_logprob_difference", max(differences), command=command, trials=trials, extra=extra)
+
+
+def _loss_tokens(run: Loop) -> int:
+    """Sampled tokens whose log-probabilities were compared, over all updates."""
+    return sum(int(row.receipt["tokens"].get("loss", 0)) for row in run.store.steps(run.run_id))
+
+
+def _adapter_norm(folder: Path) -> float:
+    """Of all B matrices of the last adapter served: 0 would mean that the base model alone was compared."""
+    from safetensors.numpy import load_file
+
+    squares = [float((value**2).sum()) for name, value in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name]
+    return round(math.sqrt(sum(squares)), 4)
 
 
 def _version() -> str:
@@ -152,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["rate", "loop"])
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=24)
+    parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tasks", type=int, default=24, help="of the loop's evaluations")
     parser.add_argument("--groups", type=int, default=4, help="of each of the loop's updates")
