@@ -152,7 +152,8 @@ def _adapter_norm(folder: Path) -> float:
     """Of all B matrices of the last adapter served: 0 would mean that the base model alone was compared."""
     from safetensors.numpy import load_file
 
-    squares = [float((value**2).sum()) for name, value in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    squares = [float((value**2).sum()) for name, value in tensors.items() if "lora_B" in name]
     return round(math.sqrt(sum(squares)), 4)
 
 

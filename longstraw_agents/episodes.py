@@ -159,6 +159,11 @@ def turn_seed(seed: int, task: Task, repeat: int, version: int, member: int, tur
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def turn_notes(sampling: Sampling, rendered: Rendered) -> dict[str, Any]:
+    """A turn's notes: how its action was sampled and how its observation stands to what was before, where that is not plain."""
+    return {**sampling.notes(), **({} if rendered.history == "appended" else {"history": rendered.history})}
+
+
 @dataclass
 class Episode:
     """One attempt at one episode.
@@ -229,6 +234,7 @@ class Episode:
                 answer.reward_parts,
                 answer.tool_calls,
                 rendered.source,
+                turn_notes(self.sampling, rendered),
             )
             await self.record(part, index, turn)
             self._keep(turn, answer)
@@ -265,13 +271,16 @@ class Episode:
         return self.renderer.first(opening)
 
     def _next(self, action: TokenArray, said: Sequence[Message]) -> Rendered:
-        """The next observation: behind the action, or the beginning of a new part where the context is rewritten."""
+        """The next observation: behind the action, or the beginning of a new part where the context is rewritten, by the caller's
+        function or by the format itself."""
         rewritten = None if self.rewrite is None else self.rewrite(self.context, len(self.tokens))
         if rewritten is None:
-            return self.renderer.following(action, said)
+            rendered = self.renderer.following(action, said, self.context[: -1 - len(said)])
+            if rendered.history != "rewritten":
+                return rendered
         self.parts.append([])
         self.tokens = self.tokens[:0]
-        return self._first(rewritten)
+        return rendered if rewritten is None else self._first(rewritten)
 
     def _end(self, turn: Turn, answer: Step) -> Outcome | None:
         if int(turn.action[-1]) not in self.renderer.stop_ids:

@@ -53,6 +53,19 @@ class Guards:
             raise ConfigError(f"guard patience must be at least 0, got {self.patience}")
 
 
+def require_sampled_as_trained(groups: Sequence[Group], temperature: float) -> None:
+    """Raises ConfigError where a turn's notes say that it was sampled from another distribution than the one that is trained."""
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for turn, notes in enumerate(trajectory.turn_notes):
+            sampled, top_p = notes.get("temperature", 1.0), notes.get("top_p", 1.0)
+            if (sampled, top_p) != (temperature, 1.0):
+                raise ConfigError(
+                    f"turn {turn} of trajectory {trajectory.trajectory_id} was sampled with temperature {sampled} and top_p "
+                    f"{top_p}, and is to be trained with {temperature} and 1: its log-probabilities are of another distribution; "
+                    "set trainer.replay.temperature to it, or collect again"
+                )
+
+
 def behaviour_report(groups: Sequence[Group]) -> dict[str, Any]:
     """Entropy and degenerate shares of what was sampled; zeros where nothing was."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

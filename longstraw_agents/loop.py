@@ -28,12 +28,12 @@ from longstraw_agents.collection import CollectConfig, Progress, collect
 from longstraw_agents.episodes import make_registered
 from longstraw_agents.errors import ConfigError, StoreError
 from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks, outcomes, task_seed
-from longstraw_agents.guards import Guards, behaviour_report, best, breaches, out_of_patience
+from longstraw_agents.guards import Guards, behaviour_report, best, breaches, out_of_patience, require_sampled_as_trained
 from longstraw_agents.metrics import Metrics, MetricsSettings
 from longstraw_agents.phases import Phases
 from longstraw_agents.policies.opening import PolicySettings, open_policy
 from longstraw_agents.receipts import metrics_of, summary, update_row
-from longstraw_agents.rendering import ChatML
+from longstraw_agents.rendering import RenderingConfig, renderer_for
 from longstraw_agents.scores import Interval, Score, gain_points, score
 from longstraw_agents.storage import Store
 from longstraw_agents.terminal import Terminal
@@ -99,6 +99,7 @@ class RunConfig:
     tasks: TaskSettings = field(default_factory=TaskSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
     policy: PolicySettings = field(default_factory=PolicySettings)
+    rendering: RenderingConfig = field(default_factory=RenderingConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
@@ -123,6 +124,11 @@ class RunConfig:
                 f"collect.sampling.temperature is {sampled} and trainer.replay.temperature {trained}; "
                 "the distribution that is trained must be the one that was sampled: set both to the same value"
             )
+        if self.collect.sampling.top_p != 1.0:
+            raise ConfigError(
+                f"collect.sampling.top_p is {self.collect.sampling.top_p}, but the trainer scores the whole distribution, "
+                "of which a nucleus is another one; set it to 1"
+            )
 
 
 class Loop:
@@ -146,7 +152,7 @@ class Loop:
             self.model, tokenizer = load_model(config.model)
             self.trainer = LeadingTrainer(self.model, config.trainer, credit=credit, ranks=ranks)
             self._restore()
-        self.tokenizer, self.renderer = tokenizer, ChatML(tokenizer)
+        self.tokenizer, self.renderer = tokenizer, renderer_for(tokenizer, config.rendering)
         with self.phases("load"):
             self.policy = open_policy(
                 config.policy, self.model, self.renderer.stop_ids, version=self.trainer.version, adapter=self._adapter(),
@@ -244,6 +250,8 @@ class Loop:
             raise StoreError(f"run {self.config.run.name} has no complete group that is unused; collect first: longstraw collect")
         with self.phases("read"):
             groups = imported or [self.store.load_group(row.group_id) for row in rows]
+            if not self._imitates(update):
+                require_sampled_as_trained(groups, self.config.trainer.replay.temperature)
         self.policy.pause()
         with self.phases("train"):
             receipt = self._update(update, groups)
@@ -400,8 +408,7 @@ class Loop:
         """Demonstrations of the environment's solver, one for each of the update's tasks; none where they are imported."""
         if self.config.warm_start.source == "store":
             return []
-        (stop_id,) = self.renderer.stop_ids
-        shown = Demonstrator(self.tokenizer, stop_id, version=self.trainer.version)
+        shown = Demonstrator(self.tokenizer, self.renderer.end_id, version=self.trainer.version)
         label = f"update {update}, demonstrations"
         return self._collect(self.tasks(update), 1, "train", label, self.config.run.seed, demonstrator=shown)
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longstraw_agents.envs.parsing import ParserConfig, parse_action
-from longstraw_agents.episodes import task_key, turn_seed
+from longstraw_agents.episodes import task_key, turn_notes, turn_seed
 from longstraw_agents.errors import ConfigError, LongStrawError, NonFiniteError, NotStoredError, PolicyError, TokenError
 from longstraw_agents.policies.sampling import Finish, Policy, Sample, SampleRequest, Sampling
-from longstraw_agents.rendering import Renderer
+from longstraw_agents.rendering import Rendered, Renderer
 from longstraw_agents.storage import Store
 from longstraw_agents.transcripts import Call, Entry, Part, messages, place
 from longstraw_agents.types import StopReason, Task, TokenArray, ToolCall, Turn
@@ -125,9 +125,12 @@ class Recorder:
         async with session.lock:
             number, part, turns = session.calls, *self._part(session, entries)
             session.calls += 1
+            rendered = self._rendered(part, turns, entries)
+            if rendered.history == "rewritten":  # the format shows earlier turns otherwise: its text begins a part
+                part, turns = self._rewritten(session, part), 0
             part.busy = True
         try:
-            return await self._sample(session, part, turns, number, entries, max_tokens)
+            return await self._sample(session, part, turns, number, entries, rendered, max_tokens)
         finally:
             part.busy = False
 
@@ -136,8 +139,8 @@ class Recorder:
         where = place(session.parts, entries)
         if where.goes_on and where.part is not None:
             return where.part, where.turns
-        empty = next((part for part in session.parts if not part.ends and not part.busy), None)
-        if where.part is None and empty is not None:  # its first answer failed
+        empty = _empty(session)
+        if where.part is None and empty is not None:
             return empty, 0
         parent = (where.part or session.parts[-1]).trajectory_id if session.parts else None
         trajectory_id = self.store.add_trajectory(
@@ -147,12 +150,29 @@ class Recorder:
         if where.part is not None:
             part.entries = where.part.entries[: where.part.ends[where.turns - 1]]
             part.ends, part.token_ends = where.part.ends[: where.turns], where.part.token_ends[: where.turns]
+            part.token_starts = where.part.token_starts[: where.turns]
             part.tokens = where.part.tokens[: part.token_ends[-1]]
         if session.parts:
             session.rewritten += 1
             log.info("session %s rewrote its history: %s begins after %d turns", session.session_id, trajectory_id, where.turns)
         session.parts.append(part)
         return part, where.turns
+
+    def _rendered(self, part: Part, turns: int, entries: Sequence[Entry]) -> Rendered:
+        """The call's new messages, behind the part's last reply where it has one."""
+        if not turns:
+            return self.renderer.first(messages(entries))
+        before, action = part.entries[: part.ends[-1] - 1], part.tokens[part.token_starts[-1] : part.token_ends[-1]]
+        return self.renderer.following(action, messages(entries[part.ends[-1] :]), messages(before))
+
+    def _rewritten(self, session: Session, left: Part) -> Part:
+        """A part that begins with the whole context as the format shows it now."""
+        session.rewritten += 1
+        if (empty := _empty(session)) is not None:
+            return empty
+        part = Part(self.store.add_trajectory(session.group_id, session.member, parent=left.trajectory_id))
+        session.parts.append(part)
+        return part
 
     async def _sample(
         self,
@@ -161,10 +181,9 @@ class Recorder:
         turns: int,
         number: int,
         entries: Sequence[Entry],
+        rendered: Rendered,
         max_tokens: int | None,
     ) -> Reply:
-        added = entries[part.ends[-1] if turns else 0 :]
-        rendered = self.renderer.following(part.tokens, messages(added)) if turns else self.renderer.first(messages(added))
         prompt = np.concatenate([part.tokens, rendered.ids])
         room = min(self.config.max_trajectory_tokens - len(prompt), max_tokens or self.config.max_action_tokens)
         if room < 1:
@@ -175,12 +194,19 @@ class Recorder:
         entry = self._entry(sample.ids, any(e.role == "tools" for e in entries))
         calls = [ToolCall(call.name, {"json": call.arguments}) for call in entry.calls]
         turn = Turn(
-            rendered.ids, sample.ids, sample.behaviour, sample.version, tool_calls=calls, observation_source=rendered.source
+            rendered.ids,
+            sample.ids,
+            sample.behaviour,
+            sample.version,
+            tool_calls=calls,
+            observation_source=rendered.source,
+            notes=turn_notes(self.config.sampling, rendered),
         )
         await asyncio.to_thread(self.store.append_turn, part.trajectory_id, turns, turn)
-        part.entries = [*entries, entry]
+        part.entries = [*part.entries, *entries[len(part.entries) :], entry]
         part.ends.append(len(part.entries))
         part.tokens = np.concatenate([prompt, sample.ids])
+        part.token_starts.append(len(prompt))
         part.token_ends.append(len(part.tokens))
         return Reply(entry, sample.finish, len(prompt), len(sample.ids))
 
@@ -196,9 +222,9 @@ class Recorder:
         text = self.renderer.text(action)
         calls = parse_action(text, _CALLS).calls if with_tools else ()
         if not calls or any(call.error for call in calls):
-            return Entry("assistant", text)
+            return Entry("assistant", text, sampled=text)
         before = text.split("<tool_call>")[0].strip()
-        return Entry("assistant", before, tuple(Call.of(call.name, dict(call.arguments)) for call in calls))
+        return Entry("assistant", before, tuple(Call.of(call.name, dict(call.arguments)) for call in calls), text)
 
     async def finish(
         self,
@@ -235,3 +261,8 @@ class Recorder:
                 )
             session.finished = True
         return len(session.parts)
+
+
+def _empty(session: Session) -> Part | None:
+    """A part whose first answer failed: it holds nothing and can be begun anew."""
+    return next((part for part in session.parts if not part.ends and not part.busy), None)

@@ -9,23 +9,46 @@ Vocabulary
     added token   a token outside the tokenizer's own model, special or not (`<|im_end|>`, `<tool_call>`)
     disarmed      encoded without recognizing any added token
     source        the bytes of a rendered observation, kept only where decoding its ids does not give them back
+    history       how an observation stands to what was said before: "appended" behind the sampled ids, as the format wants it;
+                  "kept", appended although the format would now show earlier turns otherwise; "rewritten", the whole context
+                  as the format now shows it, which begins a part of its own. All but "appended" is noted in the turn
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from longstraw_agents.errors import ModelError, TokenError
+from longstraw_agents.errors import ConfigError, ModelError, TokenError
 from longstraw_agents.types import Message, TokenArray
 
 _ROLE = re.compile(r"[a-z][a-z_]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+History = Literal["appended", "kept", "rewritten"]
+
+
+@dataclass(frozen=True)
+class RenderingConfig:
+    """format: "chatml" (`ChatML`), "template" (the tokenizer's own chat template, `templates.TemplateRenderer`), or "auto":
+    ChatML where the tokenizer has its two control tokens, else the template. rewritten: what to do where the template shows
+    earlier turns otherwise than they were sampled: "branch" begins a part with what it shows, "keep" goes on behind the sampled
+    ids. options: variables of the template, such as enable_thinking."""
+
+    format: Literal["auto", "chatml", "template"] = "auto"
+    rewritten: Literal["branch", "keep"] = "branch"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.format not in ("auto", "chatml", "template"):
+            raise ConfigError(f'rendering format must be "auto", "chatml" or "template", got {self.format!r}')
+        if self.rewritten not in ("branch", "keep"):
+            raise ConfigError(f'rendering rewritten must be "branch" or "keep", got {self.rewritten!r}')
 
 
 @dataclass(frozen=True)
@@ -34,19 +57,22 @@ class Rendered:
 
     ids: TokenArray
     source: bytes | None
+    history: History = "appended"
 
 
 class Renderer(Protocol):
-    """A chat format. `stop_ids` end an action and are part of it."""
+    """A chat format. `stop_ids` end an action and are part of it; `end_id` is the one that the format itself puts there."""
 
     stop_ids: frozenset[int]
+    end_id: int
 
     def first(self, messages: Sequence[Message]) -> Rendered:
         """The first observation, up to where the policy begins to write."""
         ...
 
-    def following(self, action: TokenArray, messages: Sequence[Message]) -> Rendered:
-        """The observation behind `action`, up to where the policy begins to write again."""
+    def following(self, action: TokenArray, messages: Sequence[Message], history: Sequence[Message] = ()) -> Rendered:
+        """The observation behind `action`, up to where the policy begins to write again. history: what was said before the
+        action in this part, the policy's messages as "assistant"; formats that never look back need none."""
         ...
 
     def text(self, action: TokenArray) -> str:
@@ -65,8 +91,10 @@ class DisarmedEncoder:
         if backend is None:
             raise ModelError(f"{type(tokenizer).__name__} is no fast tokenizer; convert it (tokenizer.json) to use it here")
         spec = json.loads(backend.to_str())
-        self._added = frozenset(entry["id"] for entry in spec["added_tokens"])
+        # White space forges nothing: Gemma's tokenizer lists runs of newlines among its added tokens.
+        self._added = frozenset(entry["id"] for entry in spec["added_tokens"] if not entry["content"].isspace())
         spec["added_tokens"], spec["truncation"], spec["padding"] = [], None, None
+        _never_prefix(spec.get("pre_tokenizer"))
         self._bare = Tokenizer.from_str(json.dumps(spec))
 
     def __call__(self, text: str) -> list[int]:
@@ -82,6 +110,25 @@ class DisarmedEncoder:
         return ids
 
 
+def _never_prefix(pre_tokenizer: Any) -> None:
+    """What is encoded apart stands within a text: a tokenizer that puts a space before a text's first word must not here."""
+    if isinstance(pre_tokenizer, dict):
+        if pre_tokenizer.get("prepend_scheme") == "first":
+            pre_tokenizer["prepend_scheme"] = "never"
+        for part in pre_tokenizer.get("pretokenizers", ()):
+            _never_prefix(part)
+
+
+def renderer_for(tokenizer: Any, config: RenderingConfig = RenderingConfig()) -> Renderer:
+    """The renderer that the settings name. Raises ModelError where the tokenizer has no such format."""
+    added = tokenizer.get_added_vocab()
+    if config.format == "chatml" or (config.format == "auto" and {"<|im_start|>", "<|im_end|>"} <= added.keys()):
+        return ChatML(tokenizer)
+    from longstraw_agents.templates import TemplateRenderer
+
+    return TemplateRenderer(tokenizer, config)
+
+
 class ChatML:
     """The format of SmolLM2, Qwen and others: `<|im_start|>role\\n...<|im_end|>\\n`. Byte for byte what their templates give for
     plain messages; tools stand in the system message, put there by the environment."""
@@ -90,7 +137,7 @@ class ChatML:
         self._tokenizer = tokenizer
         self._encode = DisarmedEncoder(tokenizer)
         self._begin, self._end = (self._control(name) for name in ("<|im_start|>", "<|im_end|>"))
-        self.stop_ids = frozenset({self._end})
+        self.stop_ids, self.end_id = frozenset({self._end}), self._end
 
     def first(self, messages: Sequence[Message]) -> Rendered:
         """The first observation: all messages, and the header of the assistant's."""
@@ -98,7 +145,7 @@ class ChatML:
             raise TokenError("the environment's reset gave no message; there is nothing to begin a trajectory with")
         return self._render([], "", messages)
 
-    def following(self, action: TokenArray, messages: Sequence[Message]) -> Rendered:
+    def following(self, action: TokenArray, messages: Sequence[Message], history: Sequence[Message] = ()) -> Rendered:
         """What follows an action: its end if it was cut, the messages, and the next header."""
         # An action that was cut has no end token; the environment's side closes it.
         if len(action) and action[-1] == self._end:
@@ -126,7 +173,7 @@ class ChatML:
         token = self._tokenizer.get_added_vocab().get(name)
         if token is None:
             raise ModelError(
-                f"the tokenizer has no {name} token, so the model does not speak ChatML; use a renderer of its format"
+                f'the tokenizer has no {name} token, so the model does not speak ChatML; set rendering.format to "template"'
             )
         return int(token)
 

@@ -51,20 +51,25 @@ class Entry:
     role: str
     content: str
     calls: tuple[Call, ...] = ()
+    sampled: str | None = field(default=None, compare=False)  # a reply's text as it was sampled
 
     def text(self) -> str:
         """Content and calls as the model reads them."""
+        if self.sampled is not None:
+            return self.sampled
         return "\n".join(filter(None, (self.content, *(call.text() for call in self.calls))))
 
 
 @dataclass
 class Part:
-    """One trajectory: `entries` so far, replies included; `ends`: number of entries after each turn's reply; `tokens` [T]."""
+    """One trajectory: `entries` so far, replies included; `ends`: number of entries after each turn's reply; `tokens` [T];
+    `token_starts` and `token_ends`: where each turn's action begins and ends."""
 
     trajectory_id: str
     entries: list[Entry] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     tokens: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
+    token_starts: list[int] = field(default_factory=list)
     token_ends: list[int] = field(default_factory=list)
     busy: bool = False  # a reply is being sampled
 
@@ -88,13 +93,13 @@ class Placement:
 
 
 def place(parts: Sequence[Part], entries: Sequence[Entry]) -> Placement:
-    """The part whose turns the call repeats the most; among equals one that it can go on with, then the latest."""
-    best = Placement(None, 0, False)
+    """The part whose turns cover the most of the call; among equals one that it can go on with, then the latest."""
+    best, covered = Placement(None, 0, False), 0
     for part in parts:
         turns = part.repeated_turns(entries)
         goes_on = turns == len(part.ends) > 0 and not part.busy
-        if turns and (turns, goes_on) >= (best.turns, best.goes_on):
-            best = Placement(part, turns, goes_on)
+        if turns and (part.ends[turns - 1], goes_on) >= (covered, best.goes_on):
+            best, covered = Placement(part, turns, goes_on), part.ends[turns - 1]
     return best
 
 

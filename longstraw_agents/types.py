@@ -81,7 +81,8 @@ class Turn:
 
     observation [O] and action [A] are token ids, behaviour [A] natural-log probabilities of the action's tokens under the
     distribution that was sampled. `observation_source` holds the UTF-8 bytes (surrogates passed) of the rendered observation
-    only where decoding the ids does not give them back.
+    only where decoding the ids does not give them back. `notes` say how the turn was made where that was not the plain case:
+    `temperature` and `top_p` of that distribution (absent: 1), `history` = "kept" or "rewritten" (see `rendering`).
     """
 
     observation: TokenArray
@@ -92,6 +93,7 @@ class Turn:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     tool_calls: Sequence[ToolCall] = ()
     observation_source: bytes | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.action) != len(self.behaviour):
@@ -107,8 +109,8 @@ class Trajectory:
 
     tokens [T] int32; action_mask [T] bool, False at 0; behaviour [T] float32, NaN where action_mask is False;
     policy_version [T] int32, -1 where action_mask is False; turn_ends: one past each turn's last token, ascending, the last
-    equal to T; turn_rewards: one per turn. reward is None where none is valid (the episode failed): such a trajectory is left
-    out of baseline and loss.
+    equal to T; turn_rewards and turn_notes: one per turn (no notes: all turns are plain). reward is None where none is valid
+    (the episode failed): such a trajectory is left out of baseline and loss.
     """
 
     trajectory_id: str
@@ -121,6 +123,7 @@ class Trajectory:
     reward: float | None
     stop_reason: StopReason
     weight: float = 1.0  # its share of the episode, where one episode became several trajectories
+    turn_notes: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

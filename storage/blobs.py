@@ -22,6 +22,7 @@ import hashlib
 import lzma
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +62,13 @@ def turn_digest(
     reward_parts: dict[str, float] | None,
     spans: Iterable[tuple[bytes, bytes | None]],
     source: bytes | None,
+    notes: dict[str, Any] | None,
     calls: Iterable[bytes],
 ) -> bytes:
-    """Digest of a turn's content, from what its rows hold."""
+    """Digest of a turn's content, from what its rows hold. Without notes it is what it was before there were any."""
     named = [[tokens.hex(), behaviour and behaviour.hex()] for tokens, behaviour in spans]
     rest = [observation_tokens, action_tokens, policy_version, reward, reward_parts, source and source.hex()]
+    rest += [notes] if notes else []
     return seal("turn", [rest, named, [call.hex() for call in calls]])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection, insert, select
@@ -55,6 +56,7 @@ class EncodedTurn:
     reward_parts: dict[str, float] | None
     pieces: list[Piece] = field(default_factory=list)
     source: bytes | None = None
+    notes: dict[str, Any] | None = None
     calls: list[Row] = field(default_factory=list)
     blobs: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class EncodedTurn:
             self.reward_parts,
             [(p.tokens, p.behaviour) for p in self.pieces],
             self.source,
+            self.notes,
             [call["body"] for call in self.calls],
         )
 
@@ -96,8 +99,18 @@ def encode_turn(turn: Turn) -> EncodedTurn:
             encoded.pieces.append(Piece(part, tokens, kept))
     if turn.observation_source is not None:
         encoded.source = encoded.keep(b"s" + bytes(turn.observation_source))
+    encoded.notes = _plain_notes(turn)
     encoded.calls = [_encode_call(encoded, call) for call in turn.tool_calls]
     return encoded
+
+
+def _plain_notes(turn: Turn) -> dict[str, Any] | None:
+    """The turn's notes as JSON gives them back, so that their digest is the same after reading."""
+    try:
+        notes: dict[str, Any] = json.loads(canonical(dict(turn.notes)))
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"the notes of a turn cannot be stored as JSON ({error}); give plain values") from None
+    return notes or None
 
 
 def finite_parts(parts: dict[str, float]) -> dict[str, float]:
@@ -175,6 +188,7 @@ def _write_turn(connection: Connection, trajectory: Row, branch_id: int, turn: E
         "reward_parts": turn.reward_parts,
         "calls": len(turn.calls),
         "source": turn.source,
+        "notes": turn.notes,
         "digest": digest,
         "chain": chain,
     }
@@ -276,6 +290,7 @@ def load(connection: Connection, trajectory: Row) -> Trajectory:
         reward=trajectory["reward"],
         stop_reason=StopReason(trajectory["stop_reason"]),
         weight=trajectory["weight"],
+        turn_notes=tuple(turn.row["notes"] or {} for turn in stored),
     )
 
 
@@ -308,4 +323,5 @@ def _turn(
         reward_parts=row["reward_parts"] or {},
         tool_calls=calls,
         observation_source=source,
+        notes=row["notes"] or {},
     )

@@ -54,7 +54,7 @@ def export_parquet(store: Store, run_id: str, path: Path) -> int:
     ids = pa.list_(pa.int32())
     fields = {"trajectory": pa.string(), "observation": ids, "action": ids, "behaviour": pa.list_(pa.float32())}
     fields |= {"policy_version": pa.int64(), "reward": pa.float64(), "reward_parts": pa.string()}
-    fields |= {"tool_calls": pa.string(), "source": pa.binary()}
+    fields |= {"tool_calls": pa.string(), "source": pa.binary(), "notes": pa.string()}
     schema = pa.schema(fields, metadata={_METADATA: canonical(records).encode()})
     part = path.with_name(path.name + ".part")
     trajectories = [record["id"] for record in records if record["kind"] == "trajectory"]
@@ -122,6 +122,7 @@ def turn_record(turn: Turn) -> dict[str, Any]:
         "reward_parts": dict(turn.reward_parts),
         "tool_calls": [call_record(call) for call in turn.tool_calls],
         "source": None if source is None else base64.b64encode(source).decode(),
+        "notes": dict(turn.notes),
     }
 
 
@@ -143,18 +144,19 @@ def turn_of(record: Mapping[str, Any]) -> Turn:
         reward_parts=record["reward_parts"],
         tool_calls=tuple(ToolCall(**call) for call in record["tool_calls"]),
         observation_source=None if source is None else base64.b64decode(source, validate=True),
+        notes=record.get("notes") or {},  # files of earlier versions have none
     )
 
 
 def _parquet_row(trajectory: str, turn: Turn) -> dict[str, Any]:
     record = turn_record(turn)
-    texts = {name: canonical(record[name]) for name in ("reward_parts", "tool_calls")}
+    texts = {name: canonical(record[name]) for name in ("reward_parts", "tool_calls", "notes")}
     return {**record, **texts, "trajectory": trajectory, "source": turn.observation_source}
 
 
 def _parquet_turn(row: Mapping[str, Any]) -> Turn:
     source = row["source"]
-    values = {name: json.loads(row[name]) for name in ("reward_parts", "tool_calls")}
+    values = {name: json.loads(row[name]) for name in ("reward_parts", "tool_calls", "notes") if name in row}
     return turn_of({**row, **values, "source": None if source is None else base64.b64encode(source).decode()})
 
 

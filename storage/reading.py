@@ -43,7 +43,7 @@ def _span_query(behaviour: bool) -> Select[Any]:
     return select(*columns).select_from(source).where(*inside).order_by(SPANS.c.start)
 
 
-_DIGESTED = ("observation_tokens", "action_tokens", "policy_version", "reward", "reward_parts", "source")
+_DIGESTED = ("observation_tokens", "action_tokens", "policy_version", "reward", "reward_parts", "source", "notes")
 
 # made once: building a statement costs more than running it
 _LINE = _line_query()

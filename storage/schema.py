@@ -32,7 +32,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from longstraw_agents.errors import CorruptionError
 
 #: Revision that this version of the code reads and writes; revisions are four digits, ascending.
-REVISION = "0002"
+REVISION = "0003"
 
 BigInt = BigInteger().with_variant(Integer, "sqlite")
 
@@ -197,6 +197,7 @@ class TurnTable(Base):
     digest: Mapped[bytes] = mapped_column(LargeBinary)
     chain: Mapped[bytes] = mapped_column(LargeBinary)
     seal: Mapped[bytes] = mapped_column(LargeBinary, nullable=True)
+    notes: Mapped[Any] = mapped_column(Json, nullable=True)
 
 
 class SpanTable(Base):

@@ -46,7 +46,7 @@ def assert_same_turn(left: Turn, right: Turn) -> None:
         assert np.array_equal(getattr(left, name), getattr(right, name)), name
     for name in ("policy_version", "reward", "observation_source"):
         assert getattr(left, name) == getattr(right, name), name
-    assert dict(left.reward_parts) == dict(right.reward_parts)
+    assert dict(left.reward_parts) == dict(right.reward_parts) and dict(left.notes) == dict(right.notes)
     assert list(left.tool_calls) == list(right.tool_calls)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from click.testing import CliRunner
 from longstraw_agents import cli
 from longstraw_agents import config as toml
 from longstraw_agents import loop as loop_module
+from longstraw_agents.collection import collect
 from longstraw_agents.errors import ConfigError, CorruptionError, StoreError
 from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks
 from longstraw_agents.loop import Loop, RunConfig
 from longstraw_agents.metrics import MetricsSettings
+from longstraw_agents.policies import Sampling
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 
 
@@ -145,6 +148,23 @@ def test_another_configuration_is_refused_and_more_updates_are_not(config: RunCo
         Loop(replace(config, trainer=replace(config.trainer, optimizer=optimizer)))
     with Loop(replace(config, run=replace(config.run, updates=1))) as loop:
         assert len(loop.run()["updates"]) == 1
+
+
+def test_what_was_sampled_otherwise_is_not_trained_on(config: RunConfig) -> None:
+    """The configuration can't ask for it; groups that came into the run by another way are refused by their turns' notes."""
+    hot = replace(config.collect, sampling=Sampling(temperature=0.7))
+    with pytest.raises(ConfigError, match="must be the one that was sampled"):
+        replace(config, collect=hot)
+    with pytest.raises(ConfigError, match="top_p is 0.9"):
+        replace(config, collect=replace(config.collect, sampling=Sampling(top_p=0.9)))
+    with Loop(config) as loop:
+        tasks = loop.tasks(1)
+        work = collect(loop.store, loop.policy, loop.renderer, tasks, hot, run_id=loop.run_id, group_size=4)
+        (first, *_) = asyncio.run(work).group_ids
+        assert {note["temperature"] for t in loop.store.load_group(str(first)).trajectories for note in t.turn_notes} == {0.7}
+        with pytest.raises(ConfigError, match="sampled with temperature 0.7"):
+            loop.train()
+        assert loop.done == 0
 
 
 def test_training_without_groups_says_what_to_do(config: RunConfig) -> None:

@@ -26,10 +26,12 @@ from longstraw_agents.policies.local import LocalPolicy
 from longstraw_agents.policies.scripted import ScriptedPolicy
 from longstraw_agents.proxy import Proxy
 from longstraw_agents.recorder import Recorder, RecorderConfig
-from longstraw_agents.rendering import ChatML, DisarmedEncoder
+from longstraw_agents.rendering import ChatML, DisarmedEncoder, Renderer
 from longstraw_agents.storage import Store
+from longstraw_agents.templates import TemplateRenderer
 from longstraw_agents.types import StopReason, Trajectory
 from tests.chat import small_tokenizer
+from tests.templates import THINKING, tokenizer_with
 
 TOKENIZER = small_tokenizer()
 RENDERER = ChatML(TOKENIZER)
@@ -56,10 +58,10 @@ def tiny_model():
 class Served:
     """A proxy on a free port, in a thread of its own."""
 
-    def __init__(self, store: Store, policy: Policy, **config: Any) -> None:
+    def __init__(self, store: Store, policy: Policy, renderer: Renderer = RENDERER, **config: Any) -> None:
         self.store, self.run_id = store, store.create_run("proxy", {})
         settings = RecorderConfig(**{"max_action_tokens": 12, "max_trajectory_tokens": 4000, **config})
-        self.recorder = Recorder(store, policy, RENDERER, self.run_id, settings)
+        self.recorder = Recorder(store, policy, renderer, self.run_id, settings)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -242,6 +244,38 @@ def test_rewritten_histories_become_linked_parts_that_share_the_weight(served: S
     np.testing.assert_array_equal(trajectories[0].tokens[:shared], trajectories[1].tokens[:shared])
     # text of an edited answer is the program's, not the policy's
     assert "edited" not in TOKENIZER.decode(trajectories[4].tokens[trajectories[4].action_mask])
+
+
+def test_a_format_that_rewrites_history_begins_parts_that_go_on(store: Store) -> None:
+    """The template shows earlier answers without their thinking: each question begins a part, tool answers go on in it."""
+    tokenizer = tokenizer_with(THINKING)
+    renderer = TemplateRenderer(tokenizer)
+    seen: list[str] = []
+
+    def reply(request: SampleRequest) -> str:
+        seen.append(tokenizer.decode(request.tokens, skip_special_tokens=False))
+        return f"<think>hm</think>answer {len(seen)}"
+
+    policy = ScriptedPolicy(reply, lambda text: tokenizer(text, add_special_tokens=False).input_ids, renderer.end_id)
+    served = Served(store, policy, renderer, max_action_tokens=200)
+    try:
+        opened = served.open()
+        said: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+        for role in ("user", "tool", "user"):
+            answer = served.chat(opened["session"], said).json()["choices"][0]["message"]
+            said += [answer, {"role": role, "content": "go on"}]
+        assert "<think>hm</think>answer 1" in said[1]["content"]
+        served.chat(opened["session"], said)
+        assert served.reward(opened["session"], 1.0).json()["trajectories"] == 3
+        rows = store.trajectories(opened["group"])
+        assert [row.turns for row in rows] == [1, 2, 1]
+        assert [row.parent for row in rows] == [None, rows[0].trajectory_id, rows[1].trajectory_id]
+        notes = [note for trajectory in served.trajectories(opened["group"]) for note in trajectory.turn_notes]
+        assert notes == [{}, {"history": "rewritten"}, {}, {"history": "rewritten"}]
+        asked = [{"role": m["role"], "content": m["content"]} for m in said]
+        assert seen[-1] == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    finally:
+        served.close()
 
 
 def test_calls_at_once_are_parts_of_their_own(served: Served, model: Any) -> None:

@@ -26,9 +26,10 @@ from longstraw_agents.types import StopReason, Task, ToolCall, Turn
 def test_a_trajectory_comes_back_as_it_was(store: Store) -> None:
     _, group = begin(store)
     calls = [ToolCall("search", {"q": "x", "n": 3}, result="found", seconds=0.25), ToolCall("open", {}, error="no file")]
+    notes = {"temperature": 0.7, "history": "kept", "top_p": 0.1}
     turns = [
         make_turn(0, 5000, 4500),
-        make_turn(1, 0, 7),
+        make_turn(1, 0, 7, notes=notes),
         make_turn(2, 12, 0, tool_calls=calls, reward_parts={"format": 0.5}, observation_source=b"\xff\0raw"),
     ]
     trajectory = store.add_trajectory(group, 2, weight=0.5)
@@ -38,7 +39,7 @@ def test_a_trajectory_comes_back_as_it_was(store: Store) -> None:
     loaded = store.load_trajectory(trajectory)
     assert np.array_equal(loaded.tokens, [*tokens_of(turns), 5, 6])
     assert loaded.turn_ends == (9500, 9507, 9519, 9521)
-    assert loaded.turn_rewards == (0.0, 1 / 7, 2 / 7, 0.0)
+    assert loaded.turn_rewards == (0.0, 1 / 7, 2 / 7, 0.0) and loaded.turn_notes == ({}, notes, {}, {})
     assert (loaded.reward, loaded.stop_reason, loaded.weight) == (0.75, StopReason.TURN_LIMIT, 0.5)
     assert np.array_equal(np.flatnonzero(loaded.action_mask), [*range(5000, 9500), *range(9500, 9507)])
     assert np.array_equal(loaded.behaviour[5000:9507], np.concatenate([turns[0].behaviour, turns[1].behaviour]))

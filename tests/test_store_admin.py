@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from sqlalchemy import text
-from store_made import TASK, begin, make_turn, tokens_of, write, write_old_store
+from store_made import TASK, assert_same_turn, begin, make_turn, tokens_of, write, write_old_store
 
 from longstraw_agents.cli import main
 from longstraw_agents.errors import CorruptionError, SchemaError, StoreError
@@ -235,6 +235,23 @@ def test_an_empty_or_newer_store_is_not_upgraded(tmp_path) -> None:
         damage(store, "UPDATE alembic_version SET version_num = '0999'")
     with pytest.raises(SchemaError, match="0999"):
         admin.upgrade_store(path)
+
+
+def test_a_store_without_notes_is_brought_forward_and_its_seals_still_fit(store: Store, store_url: str) -> None:
+    rows = store.trajectories(fill(store))
+    before = [store.turns(row.trajectory_id) for row in rows]
+    with store.database.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE turns DROP COLUMN notes"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '0002'"))
+    store.close()
+    with pytest.raises(SchemaError, match="longstraw db upgrade"):
+        Store.open(store_url)
+    assert admin.upgrade_store(store_url) == ("0002", REVISION)
+    with Store.open(store_url) as again:
+        assert admin.check(again) == [] and len(before) == 3
+        for row, turns in zip(rows, before, strict=True):
+            for one, other in zip(again.turns(row.trajectory_id), turns, strict=True):
+                assert_same_turn(one, other)
 
 
 def test_a_store_is_read_while_it_is_written(store: Store, store_url: str) -> None:

@@ -32,7 +32,7 @@ def fill(store: Store) -> str:
     run, group = begin(store, size=3)
     call = ToolCall("look \0", {"q": "\ud800"}, result="é\0", seconds=0.125)
     shared = [make_turn(0, 5000, 10), make_turn(1, tool_calls=[call], observation_source=b"\xff\0")]
-    write(store, group, 0, [*shared, make_turn(2, reward_parts={"a": 0.1})])
+    write(store, group, 0, [*shared, make_turn(2, reward_parts={"a": 0.1}, notes={"temperature": 0.5})])
     write(store, group, 1, [*shared, make_turn(3)], reward=None)
     part = store.add_trajectory(group, 1, parent="t2", weight=0.25)
     store.append_turn(part, 0, make_turn(9))

@@ -88,8 +88,8 @@ def _outcomes(store: Any, config: Any, groups: Sequence[str], changes: Sequence[
 
     if not changes:
         return outcomes(store, groups)
-    from longstraw_agents.rendering import ChatML
+    from longstraw_agents.rendering import renderer_for
     from longstraw_agents.rescoring import rescore
     from longstraw_agents.trainer.models import load_tokenizer
 
-    return rescore(store, ChatML(load_tokenizer(config.model)), groups, parse_settings(changes))
+    return rescore(store, renderer_for(load_tokenizer(config.model), config.rendering), groups, parse_settings(changes))

@@ -25,7 +25,10 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy (log-probabilities are then 0: the distribution is one point); top_p 1 keeps every token."""
+    """temperature 0 is greedy (log-probabilities are then 0: the distribution is one point); top_p 1 keeps every token.
+
+    There are no others: penalties and top-k are refused where they could be asked for, and switched off where an engine has them.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,6 +38,10 @@ class Sampling:
             raise ConfigError(f"temperature must be finite and not negative, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    def notes(self) -> dict[str, float]:
+        """What a turn's notes say of it: nothing where the model's own distribution was sampled."""
+        return {name: value for name, value in vars(self).items() if value != 1.0}
 
 
 @dataclass(frozen=True)
