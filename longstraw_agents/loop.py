@@ -252,9 +252,7 @@ class Loop:
             groups = imported or [self.store.load_group(row.group_id) for row in rows]
             if not self._imitates(update):
                 require_sampled_as_trained(groups, self.config.trainer.replay.temperature)
-        self.policy.pause()
-        with self.phases("train"):
-            receipt = self._update(update, groups)
+        receipt = self._train_alone(update, groups)
         receipt["collected"] = self.collected([row.group_id for row in rows]) | behaviour_report(groups)
         with self.phases("commit"):
             files = write_step(self.steps, update, lambda folder: self._save(folder, receipt))
@@ -269,7 +267,7 @@ class Loop:
             )
             best_step = (self.best() or {"step": 0})["step"]
             prune(self.steps, keep={*range(update - self.config.run.keep + 1, update + 1), best_step})
-        self.policy.refresh(self.trainer.version, self._adapter())
+        self._wake()
         self.terminal.row(update_row(update, receipt))
         self.metrics.log(update, metrics_of(receipt))
         return receipt
@@ -404,6 +402,23 @@ class Loop:
         finally:
             self.trainer.loss, self.trainer.credit = loss, credit
 
+    def _train_alone(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        """The update while the policy gives its memory up. The receipt tells what the run's phases since the last one took."""
+        with self.phases("pause"):
+            self.policy.pause()
+        try:
+            with self.phases("train"):
+                receipt = self._update(update, groups)
+        except Exception:
+            self._wake()  # the weights are what they were, and the caller may go on with them
+            raise
+        receipt["run_phases"] = self.phases.take()
+        return receipt
+
+    def _wake(self) -> None:
+        with self.phases("wake"):
+            self.policy.refresh(self.trainer.version, self._adapter())
+
     def _demonstrate(self, update: int) -> list[str]:
         """Demonstrations of the environment's solver, one for each of the update's tasks; none where they are imported."""
         if self.config.warm_start.source == "store":
@@ -429,7 +444,8 @@ class Loop:
         def progress(state: Progress) -> None:
             line.total = state.total
             reward = "" if state.mean_reward is None else f"  reward {state.mean_reward:.3f}"
-            line.update(state.episodes, f"{state.tokens_per_second:.0f} tokens/s{reward}")
+            failed = "".join(f"  {count} {reason}" for reason, count in sorted(state.failures.items()))
+            line.update(state.episodes, f"{state.tokens_per_second:.0f} tokens/s{reward}{failed}")
 
         try:
             result = asyncio.run(

@@ -8,6 +8,7 @@ What an append reads is bounded: the trajectory's row, one turn, and the ids sin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

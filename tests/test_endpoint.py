@@ -42,7 +42,11 @@ class Server:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+            Route("/sleep", self.turn, methods=["POST"]),
+            Route("/wake_up", self.turn, methods=["POST"]),
+            Route("/is_sleeping", self.turn, methods=["GET"]),
         ]
+        self.asleep, self.stubborn, self.dev_mode = False, False, True
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -84,6 +88,14 @@ class Server:
     async def unload(self, request: Request) -> Response:
         del self.adapters[(await request.json())["lora_name"]]
         return Response("ok")
+
+    async def turn(self, request: Request) -> Response:
+        """Sleep, wake, or say which; what a server without VLLM_SERVER_DEV_MODE does not have."""
+        if not self.dev_mode:
+            return JSONResponse({"detail": "Not Found"}, status_code=404)
+        if request.url.path != "/is_sleeping" and not self.stubborn:
+            self.asleep = request.url.path == "/sleep" and request.query_params["level"] == "1"
+        return JSONResponse({"is_sleeping": self.asleep})
 
     def close(self) -> None:
         self.server.should_exit = True

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from longstraw_agents.errors import AdapterError, ConfigError
+from longstraw_agents.errors import AdapterError, ConfigError, PolicyError
 from longstraw_agents.policies import Sample, SampleRequest, Sampling
 from longstraw_agents.policies.endpoint import EndpointConfig, VLLMServerPolicy
 from longstraw_agents.policies.vllm import VLLMConfig, VLLMPolicy
@@ -53,7 +53,7 @@ def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VLLMPolicy]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    policy = VLLMPolicy(cache_folder() / SMOLLM2, [END], config=VLLMConfig(dtype="float32", max_tokens=512))
+    policy = VLLMPolicy(cache_folder() / SMOLLM2, [END], config=VLLMConfig(dtype="float32", max_tokens=512, sleeping=True))
     yield policy
     policy.close()
 
@@ -93,11 +93,18 @@ def test_in_process_adapters_and_sampling(engine: VLLMPolicy, model: Any, adapte
         assert (got.behaviour >= own(model, got) - 1e-3).all()  # renormalized over fewer tokens
     (greedy,) = sample(engine, 1, sampling=Sampling(temperature=0.0))
     assert not greedy.behaviour.any()
+    engine.pause()  # a CPU's engine gives no memory up, but it stops and says that it sleeps
+    with pytest.raises(PolicyError, match="asleep"):
+        sample(engine, 1)
+    engine.refresh(8, adapter)
+    for got in sample(engine):
+        np.testing.assert_allclose(got.behaviour, own(model, got), atol=1e-3)
+        assert got.version == 8
     first, again = sample(engine), sample(engine)
     assert [got.ids.tolist() for got in first] == [got.ids.tolist() for got in again]
     with pytest.raises(AdapterError, match="did not take"):
-        engine.refresh(8, tmp_path / "nowhere")
-    engine.refresh(9, None)
+        engine.refresh(9, tmp_path / "nowhere")
+    engine.refresh(10, None)
     for got in sample(engine, 1):
         np.testing.assert_allclose(got.behaviour, own(model, got, adapted=False), atol=1e-3)
 
@@ -113,12 +120,14 @@ def test_a_server_swaps_adapters(model: Any, adapter: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_LOGGING_LEVEL": "WARNING"}
+    settings["VLLM_SERVER_DEV_MODE"] = "1"
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(cache_folder() / SMOLLM2), "--served-model-name", "base"]
     command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--enable-lora"]
     command += ["--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"]
     server = subprocess.Popen(command, env={**os.environ, **settings}, start_new_session=True)
     try:
-        policy = VLLMServerPolicy(EndpointConfig(f"http://127.0.0.1:{port}/v1", "base", processed_logprobs=True), [END])
+        config = EndpointConfig(f"http://127.0.0.1:{port}/v1", "base", processed_logprobs=True)
+        policy = VLLMServerPolicy(config, [END], sleeping=True)
         _await_listening(port, server)
         for got in sample(policy):
             np.testing.assert_allclose(got.behaviour, own(model, got, adapted=False), atol=1e-3)
@@ -126,8 +135,12 @@ def test_a_server_swaps_adapters(model: Any, adapter: Path) -> None:
         for got in sample(policy, sampling=Sampling(temperature=0.7)):
             np.testing.assert_allclose(got.behaviour, own(model, got, temperature=0.7), atol=2e-3)
             assert got.version == 1 and (got.ids[-1] == END) == (got.finish == "stop")
+        policy.pause()
+        policy.refresh(2, adapter)
+        for got in sample(policy):
+            np.testing.assert_allclose(got.behaviour, own(model, got), atol=1e-3)
         with pytest.raises(AdapterError):
-            policy.refresh(2, adapter / "nowhere")
+            policy.refresh(3, adapter / "nowhere")
     finally:
         server.terminate()
         server.wait(60)

@@ -147,21 +147,33 @@ class EndpointPolicy:
 class VLLMServerPolicy(EndpointPolicy):
     """A Policy over a vLLM server that swaps adapters per version.
 
-    The server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and must see the adapter's folder.
+    The server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and must see the adapter's folder. One that shares
+    its GPU with the trainer sleeps meanwhile; it needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1.
     """
 
     def __init__(
-        self, config: EndpointConfig, stop_ids: Iterable[int], *, version: int = 0, name: str = "longstraw"
+        self,
+        config: EndpointConfig,
+        stop_ids: Iterable[int],
+        *,
+        version: int = 0,
+        name: str = "longstraw",
+        sleeping: bool = False,
     ) -> None:
-        """name: what the adapters are called by, with the version; two runs on one server need two names."""
+        """name: what the adapters are called by, with the version; two runs on one server need two names. sleeping: the server is
+        put to sleep by `pause` and woken by `refresh`."""
         super().__init__(config, stop_ids, version=version)
-        self._name = name
+        self._name, self._sleeping = name, sleeping
+        self._asleep = False
 
     def refresh(self, version: int, adapter: Path | None = None) -> None:
         """Load the adapter (a folder that PEFT wrote) as `version`, check that it is listed, and sample from it from now on.
 
-        The one before is unloaded: no sample may be under way. Raises AdapterError where the server does not take it.
+        The one before is unloaded: no sample may be under way. Raises AdapterError where the server does not take it, PolicyError
+        where it sleeps on.
         """
+        if self._asleep:
+            self._turn(asleep=False)
         before, name = self.model, self.config.model
         if adapter is not None:
             name, folder = f"{self._name}-{version}", str(Path(adapter).resolve())
@@ -173,8 +185,31 @@ class VLLMServerPolicy(EndpointPolicy):
         if before not in (self.config.model, name):
             self._post("unload_lora_adapter", {"lora_name": before})
 
+    async def sample(self, request: SampleRequest) -> Sample:
+        """See Policy.sample."""
+        if self._asleep:
+            raise PolicyError("the server is asleep while the trainer works; refresh wakes it")
+        return await super().sample(request)
+
     def pause(self) -> None:
-        """The server keeps its memory: it is another machine's, or another process's."""
+        """Put the server to sleep, where it shall; else it keeps its memory: it is another machine's, or another GPU's."""
+        if self._sleeping and not self._asleep:
+            self._turn(asleep=True)
+
+    def _turn(self, *, asleep: bool) -> None:
+        """Put the server to sleep or wake it, and see that it is so."""
+        root = self.config.base_url.rstrip("/").removesuffix("/v1")
+        try:
+            self._client.post(f"{root}/{'sleep?level=1' if asleep else 'wake_up'}", cast_to=object)
+            found: Any = self._client.get(f"{root}/is_sleeping", cast_to=object)
+        except Exception as error:  # the client has a class for each status; all of them mean the same here
+            raise PolicyError(
+                f"{root} can't be put to sleep or woken: {type(error).__name__}: {error}; start it with --enable-sleep-mode and "
+                "VLLM_SERVER_DEV_MODE=1"
+            ) from error
+        if found != {"is_sleeping": asleep}:
+            raise PolicyError(f"{root} did not {'fall asleep' if asleep else 'wake up'}: it says {found}")
+        self._asleep = asleep
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         try:

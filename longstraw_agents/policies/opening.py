@@ -18,8 +18,8 @@ from longstraw_agents.policies.sampling import TrainedPolicy
 @dataclass(frozen=True)
 class PolicySettings:
     """kind: "local" (transformers, the trainer's own model), "vllm" (in this process), "server" (a vLLM server at `url`, which
-    serves `model`). step_tokens is the local one's (see LocalPolicyConfig); max_tokens, memory_share and sleeping are vLLM's (see
-    VLLMConfig); processed_logprobs is the server's."""
+    serves `model`). step_tokens is the local one's (see LocalPolicyConfig); max_tokens and memory_share are vLLM's (see
+    VLLMConfig); processed_logprobs is the server's; sleeping: vLLM, of either kind, sleeps while the trainer works."""
 
     kind: Literal["local", "vllm", "server"] = "local"
     url: str = "http://127.0.0.1:8000/v1"
@@ -89,4 +89,4 @@ def _server(settings: PolicySettings, stop_ids: Iterable[int], name: str) -> Tra
 
     assert settings.model is not None  # checked where the settings are made
     config = EndpointConfig(settings.url, settings.model, processed_logprobs=settings.processed_logprobs)
-    return VLLMServerPolicy(config, stop_ids, name=name)
+    return VLLMServerPolicy(config, stop_ids, name=name, sleeping=settings.sleeping)

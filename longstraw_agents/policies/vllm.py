@@ -25,7 +25,7 @@ from longstraw_agents.policies.sampling import Finish, Sample, SampleRequest
 @dataclass(frozen=True)
 class VLLMConfig:
     """dtype of the model; max_tokens of a trajectory; memory_share of the GPU (None: vLLM's own); max_rank of adapters;
-    sleeping: the engine can be put to sleep (CUDA only)."""
+    sleeping: the engine is put to sleep while the trainer works; on a CPU it gives up no memory then, vLLM can't there."""
 
     dtype: str = "bfloat16"
     max_tokens: int = 8192
@@ -62,7 +62,7 @@ class VLLMPolicy:
         self._stop_ids = sorted(stop_ids)
         self._adapter: Any = None
         self._asleep = False
-        self._sampled = 0
+        self._sampled = self._under_way = 0
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="longstraw-vllm", daemon=True)
@@ -87,7 +87,7 @@ class VLLMPolicy:
             max_lora_rank=self.config.max_rank,
             max_loras=1,
             logprobs_mode="processed_logprobs",
-            enable_sleep_mode=self.config.sleeping,
+            enable_sleep_mode=self.config.sleeping and torch.cuda.is_available(),
             enforce_eager=not torch.cuda.is_available(),  # on a CPU compiling takes longer than it saves
             generation_config="vllm",  # else the model's own file changes the sampling
             **extra,
@@ -99,6 +99,15 @@ class VLLMPolicy:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._sample(request), self._loop))
 
     async def _sample(self, request: SampleRequest) -> Sample:
+        if self._asleep:
+            raise PolicyError("the engine is asleep while the trainer works; refresh wakes it")
+        self._under_way += 1
+        try:
+            return await self._generate(request)
+        finally:
+            self._under_way -= 1
+
+    async def _generate(self, request: SampleRequest) -> Sample:
         version, adapter = self.version, self._adapter
         results = self._engine.generate(
             {"prompt_token_ids": request.tokens.tolist()},
@@ -143,11 +152,11 @@ class VLLMPolicy:
     def refresh(self, version: int, adapter: Path | None = None) -> None:
         """Wake up, load the adapter (a folder that PEFT wrote) and sample from it from now on.
 
-        No sample may be under way. Raises AdapterError where vLLM does not take the adapter.
+        No sample may be under way. Raises AdapterError where vLLM does not take the adapter, PolicyError where it sleeps on.
         """
         if self._asleep:
-            self._wait(self._engine.wake_up())
-            self._asleep = False
+            _empty_cache()
+            self._wait(self._turn(asleep=False))
         self._adapter = self._wait(self._swap(version, adapter))
         self.version = version
 
@@ -169,10 +178,18 @@ class VLLMPolicy:
         return request
 
     def pause(self) -> None:
-        """Give the GPU's memory to the trainer, where the engine can sleep: weights go to the host, its cache is dropped."""
+        """Give the GPU's memory to the trainer, where the engine shall sleep: weights go to the host, its cache is dropped."""
+        if self._under_way:
+            raise PolicyError(f"{self._under_way} actions are being sampled; await all samples before an update")
         if self.config.sleeping and not self._asleep:
-            self._wait(self._engine.sleep(level=1))
-            self._asleep = True
+            self._wait(self._turn(asleep=True))
+
+    async def _turn(self, *, asleep: bool) -> None:
+        """Put the engine to sleep or wake it, and see that it is so."""
+        await (self._engine.sleep(level=1) if asleep else self._engine.wake_up())
+        if await self._engine.is_sleeping() != asleep:
+            raise PolicyError(f"vLLM did not {'fall asleep' if asleep else 'wake up'}")
+        self._asleep = asleep
 
     def report(self) -> dict[str, int]:
         """Tokens sampled."""
@@ -186,3 +203,11 @@ class VLLMPolicy:
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _empty_cache() -> None:
+    """Let torch give back what it keeps for the trainer: the engine wakes in the same memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
