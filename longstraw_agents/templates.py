@@ -85,9 +85,11 @@ class TemplateRenderer:
 
     def _behind(self, action: TokenArray, rest: str) -> str:
         """What is to be put behind the action, which may have ended with the template's own end token."""
-        closing = self._tokens.every.match(rest)
-        ended = closing is not None and len(action) > 0 and self._tokens.id_of(closing) == int(action[-1])
-        return rest[closing.end() :] if closing is not None and ended else rest
+        after = rest.lstrip()
+        closing = self._tokens.every.match(after)
+        if closing is None or not len(action) or self._tokens.id_of(closing) != int(action[-1]):
+            return rest
+        return after[closing.end() :]
 
     def _rendered(self, text: str, standing: _StandIns, history: History = "appended") -> Rendered:
         ids: list[int] = []

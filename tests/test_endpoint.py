@@ -184,9 +184,9 @@ def test_recorded_episodes_are_played_again_and_changes_noticed(tmp_path: Path) 
     with Store.open(str(tmp_path / "store.sqlite")) as store:
         run_id = store.create_run("r", {})
 
-        def again(policy: Any, seed: int, **options: Any):
+        def again(policy: Any, seed: int, temperature: float = 1.0, **options: Any):
             tasks = [countdown(seed, **options)]
-            config = CollectConfig(max_action_tokens=40, retries=0)
+            config = CollectConfig(max_action_tokens=40, retries=0, sampling=Sampling(temperature))
             settings: dict[str, Any] = {"run_id": run_id, "group_size": 3, "make": make_countdown, "purpose": "eval"}
             return asyncio.run(collect(store, policy, RENDERER, tasks, config, **settings))
 
@@ -197,6 +197,8 @@ def test_recorded_episodes_are_played_again_and_changes_noticed(tmp_path: Path) 
         for one, other in pairs:
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.behaviour, other.behaviour)
+        with pytest.raises(ConfigError, match="of another distribution"):
+            again(ReplayPolicy(store, names, RENDERER.stop_ids, version=3), 1, 0.5)
         changed = again(ReplayPolicy(store, names, RENDERER.stop_ids, version=2), 1, noisy=True)
         assert changed.progress.failures == {"policy_error": 3}
 

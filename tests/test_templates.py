@@ -148,6 +148,16 @@ def test_a_cut_action_is_closed_and_the_date_stands_still() -> None:
     )
 
 
+def test_an_end_token_on_a_line_of_its_own_comes_once() -> None:
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}<|head|>{{ m.role }}\n{{ m.content }}\n<|eot|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant\n{% endif %}"
+    )
+    renderer = TemplateRenderer(tokenizer)
+    rendered = renderer.following(action_of(tokenizer, renderer, "hello"), [Message("tool", "x")], OPENING)
+    assert rendered.history == "appended" and read(tokenizer, rendered.ids) == "\n<|head|>tool\nx\n<|eot|>\n<|head|>assistant\n"
+
+
 def test_which_renderer_the_settings_name() -> None:
     assert isinstance(renderer_for(small_tokenizer()), ChatML)
     assert isinstance(renderer_for(TOKENIZERS["thinking"], RenderingConfig("template")), TemplateRenderer)

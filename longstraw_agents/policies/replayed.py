@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from longstraw_agents.errors import PolicyError
+from longstraw_agents.errors import ConfigError, PolicyError
 from longstraw_agents.policies.sampling import Finish, Sample, SampleRequest
 from longstraw_agents.storage import Store
 from longstraw_agents.types import Turn
@@ -58,5 +58,11 @@ class ReplayPolicy:
     def _sample(self, turn: Turn, request: SampleRequest) -> Sample:
         if len(turn.action) > request.max_new_tokens:
             raise PolicyError(f"the recorded action has {len(turn.action)} tokens, only {request.max_new_tokens} are allowed")
+        recorded = {name: turn.notes[name] for name in ("temperature", "top_p") if name in turn.notes}
+        if recorded != request.sampling.notes():
+            raise ConfigError(
+                f"the recorded action was sampled with {recorded or 'temperature 1 and top_p 1'}, and {request.sampling} is "
+                "asked for: its log-probabilities are of another distribution; ask for the recorded one"
+            )
         finish: Finish = "stop" if int(turn.action[-1]) in self._stop_ids else "length"
         return Sample(turn.action, turn.behaviour, finish, turn.policy_version)
