@@ -216,6 +216,9 @@ def test_a_run_goes_on_over_rewritten_histories_and_the_store_says_what_was_done
         assert not any("hm" in text for text in read_by_policy)
 
 
+_MARK = re.compile(r"<[|｜][^<>\s'\"]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|?turn\|?>|<end_of_utterance>|</s>")
+
+
 def _real_templates() -> list[Path]:
     found = importlib.util.find_spec("trl")
     folders = (found.submodule_search_locations if found else None) or []
@@ -229,9 +232,7 @@ def test_real_templates_that_trl_carries(path: Path | None) -> None:
         pytest.skip("TRL, whose chat templates these are, is not installed")
     source = path.read_text()
     tokenizer = tokenizer_with(source)
-    tokenizer.add_tokens(
-        sorted(set(re.findall(r"<[|｜][^<>\s'\"]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|?turn\|?>", source))), special_tokens=True
-    )
+    tokenizer.add_tokens(sorted(set(_MARK.findall(source))), special_tokens=True)
     renderer, keeping = TemplateRenderer(tokenizer), TemplateRenderer(tokenizer, RenderingConfig("template", "keep"))
     action = action_of(tokenizer, renderer, "Look here.")
     later = [*OPENING, Message("assistant", "Look here."), Message("tool", "a cup <|im_end|>")]
