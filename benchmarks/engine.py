@@ -111,8 +111,9 @@ def rate(arguments: argparse.Namespace) -> None:
 def loop(arguments: argparse.Namespace) -> None:
     """The demo's run with vLLM as its sampler: an adapter swapped after each update, the mismatch of every token compared.
 
-    Stopped and started again it goes on.
+    Stopped and started again it goes on. No update begins after `seconds`; the last evaluation and the record follow.
     """
+    started = time.monotonic()
     from longstraw_agents.demo import demo_config
     from longstraw_agents.loop import Loop
     from longstraw_agents.policies.opening import PolicySettings
@@ -125,7 +126,13 @@ def loop(arguments: argparse.Namespace) -> None:
     policy = PolicySettings(kind="vllm", max_tokens=1024)
     config = replace(config, model=model, policy=policy, tasks=tasks, evaluate=evaluation)
     with Loop(config, Terminal()) as run:
-        report = run.run()
+        if not run.done:
+            run.evaluate("before")
+        while run.done < arguments.updates and time.monotonic() - started < arguments.seconds:
+            run.collect()
+            run.train()
+        run.evaluate("after")
+        report = run.report()
         steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
         print(run.summary())
         shape = {"updates": len(steps), "groups": arguments.groups, "samples": arguments.samples}
@@ -177,6 +184,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tasks", type=int, default=24, help="of the loop's evaluations")
+    parser.add_argument("--seconds", type=float, default=330, help="of one start of the loop, before its last evaluation")
     parser.add_argument("--groups", type=int, default=4, help="of each of the loop's updates")
     parser.add_argument("--samples", type=int, default=8, help="of each group")
     parser.add_argument("--folder", type=Path, default=Path("runs/engine-loop"), help="of the loop's run")
