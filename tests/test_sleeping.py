@@ -202,8 +202,8 @@ class Sleeper(LocalPolicy):
         self.asleep = True
 
     def refresh(self, version: int, adapter: Path | None = None) -> None:
-        self.asleep = False
         super().refresh(version, adapter)
+        self.asleep = False
 
 
 @pytest.fixture
