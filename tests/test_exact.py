@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
+from benchmarks import exactness
 from longstraw_agents.errors import ModelError
 from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer import architectures, comparison, conventional, indexing, routing, sparse
@@ -24,6 +25,7 @@ from longstraw_agents.trainer.replay import Engine, ReplayConfig, TreeReplay
 from tests import models, traces, trees
 
 ONE_CHUNK = 10**6
+DELTA_CHUNK = 64  # of the delta rule, in transformers' code
 
 
 def loss(logp_N: torch.Tensor) -> torch.Tensor:
@@ -51,10 +53,48 @@ def test_the_tree_is_not_vacuous() -> None:
     tree = segment(trees.unequal_tree())
     root, longest = tree.nodes[0], max(node.stop for node in tree.nodes)
     spans = [node.stop - node.start for node in tree.nodes]
-    assert root.stop - 1 > models.WINDOW and root.stop - 1 > 64 and (root.stop - 1) % 64 and longest % 64
+    for long in (root.stop - 1, spans[3], longest - root.stop):  # prefix, a branch, and all that follows the prefix
+        assert long > models.WINDOW and long > DELTA_CHUNK and long % DELTA_CHUNK
     assert longest >= 4 * models.WINDOW  # the index picks at most a quarter of what the last tokens see
-    assert max(len(path) for path in tree.paths) == 3 and len(tree.nodes[0].loss_targets) and len(tree.nodes[1].loss_targets)
-    assert 1 in spans and max(spans[2:]) > 64 and len(set(spans)) > 4  # unequal, one shorter than the convolution
+    assert max(len(path) for path in tree.paths) == 4 and len(root.children) == 3
+    assert all(len(node.loss_targets) for node in tree.nodes if len(node.children) > 1 and node.stop - node.start > 2)
+    leaves = [node.stop - node.start for node in tree.nodes if not node.children]
+    assert leaves.count(1) == 2 and len(set(leaves)) == 5  # unequal; one token
+    assert 2 in spans and 2 not in leaves  # an inner branch shorter than the convolution: its children's tail reaches past it
+    tops = [node for node in tree.nodes if node.parent is None]
+    assert len(tops) == 2 and tops[0].tokens[0] == tops[1].tokens[0]  # they share one token, which is no node
+    assert tree.nodes[tree.paths[3][-1]].children  # one trajectory ends inside another
+
+
+def test_the_zoo_is_not_vacuous() -> None:
+    seen = set()
+    for name in models.NAMES:
+        config = models.CONFIGS[name]()[1]
+        types = getattr(config, "layer_types", None) or []
+        if "sliding_attention" in types or name == "mistral":
+            assert config.sliding_window == models.WINDOW
+            seen.add("window")
+        if name in models.SPARSE:
+            assert config.index_topk == models.WINDOW and config.index_n_heads >= 16
+            seen.add("index")
+        experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+        if experts:
+            assert experts >= 8 and config.num_experts_per_tok == 2
+            seen.add("experts")
+        if name in models.RECURRENT:
+            assert config.linear_conv_kernel_dim > 2 and types.count("linear_attention") > 1 < types.count("full_attention")
+            seen.add("recurrent")
+        if config.tie_word_embeddings:
+            seen.add("tied")
+    assert seen == {"window", "index", "experts", "recurrent", "tied"}
+
+
+def test_the_matrix_runs_every_kind_of_chunking() -> None:
+    chunks, tree = exactness.CHUNKS, segment(trees.unequal_tree())
+    spans = [node.stop - node.start for node in tree.nodes]
+    assert chunks["one"] == 1 and chunks["short"] < models.WINDOW and chunks["sixty-four"] == DELTA_CHUNK
+    assert chunks["whole"] > sum(spans) and all(max(spans) % chunks[kind] for kind in ("short", "odd", "sixty-four"))
+    assert all(max(spans[2:]) > chunks[kind] for kind in ("one", "short", "odd", "sixty-four"))  # a branch longer than a chunk
 
 
 @pytest.mark.parametrize(("training", "chunk"), [("full", 33), ("lora", ONE_CHUNK)])

@@ -26,15 +26,17 @@ def trajectory(name: str, tokens: np.ndarray, positions: np.ndarray, reward: flo
 
 
 def unequal_tree(seed: int = 0, root: int = 77) -> list[Trajectory]:
-    """Six trajectories: a tree three nodes deep with loss on inner nodes.
+    """Seven trajectories: a tree up to four nodes deep with loss on inner nodes.
 
-    A root of `root` tokens (longer than the window and than a delta chunk, no multiple of 64); one inner branch of 41 tokens
-    that parts into a branch of one token and one of 95; one inner branch of two tokens, shorter than the convolution, that
-    parts into one of 34 and one that ends inside it; and one trajectory that shares only its first token, which is no node.
+    A root of `root` tokens (longer than the window and than a delta chunk, no multiple of 64) with three children: an inner
+    branch of 41 tokens that parts into a branch of one token and one of 95; an inner branch of two tokens, shorter than the
+    convolution, that parts into one of 17 and one of 34, inside which another trajectory ends; and a branch of one token. One
+    trajectory shares only its first token, which is no node.
     """
     draw = np.random.default_rng(seed)
     new = lambda length: draw.integers(0, models.VOCABULARY, length)
-    shared, left, right, long = new(root), new(41), new(2), new(34)
+    shared, left, right, long, short = new(root), new(41), new(2), new(34), new(17)
+    short[0] = (long[0] + 1) % models.VOCABULARY
     one = (left[0] + 1 + np.arange(1)) % models.VOCABULARY  # parts from the others at once
     first, second = new(1), new(95)
     second[0] = (first[0] + 1) % models.VOCABULARY
@@ -45,7 +47,8 @@ def unequal_tree(seed: int = 0, root: int = 77) -> list[Trajectory]:
         np.concatenate([shared, left, first]),
         np.concatenate([shared, left, second]),
         np.concatenate([shared, right, long]),
-        np.concatenate([shared, right, long[:17]]),
+        np.concatenate([shared, right, long[:21]]),
+        np.concatenate([shared, right, short]),
         np.concatenate([shared, one]),
         other,
     ]
