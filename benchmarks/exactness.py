@@ -1,10 +1,10 @@
 """The matrix of exactness: every architecture x LoRA or full training x chunking x type, against conventional training.
 
     python benchmarks/exactness.py --record                       all of it (about an hour on one core)
-    python benchmarks/exactness.py --record --only llama,qwen3    some architectures
+    python benchmarks/exactness.py --record --only llama,qwen3    some architectures; --parts bfloat16,lifted some parts
     python benchmarks/exactness.py --page                         write docs/exactness.md from what was recorded
 
-Models are tiny, of the real transformers classes with random weights (tests/models.py); trees are three nodes deep with loss on
+Models are tiny, of the real transformers classes with random weights (tests/models.py); trees are four nodes deep with loss on
 inner nodes and unequal branches (tests/trees.py). The loss's coefficients are fixed functions of log-probabilities.
 
     lifted     float64 with all up-casts to float32 lifted on both sides: worst parameter
@@ -24,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from tests import models, splits, trees  # noqa: E402
 
 RESULTS = ROOT / "docs" / "exactness.json"
 PAGE = ROOT / "docs" / "exactness.md"
+PARTS = ("bfloat16", "untouched", "lifted", "float32", "detached")
 TRAININGS = ("full", "lora")
 #: Inputs of a run: one, fewer than the window, two numbers that divide nothing, a delta chunk, all.
 CHUNKS = {"one": 1, "short": 20, "odd": 33, "sixty-four": 64, "whole": 10**6}
@@ -126,48 +127,45 @@ def run_detached(name: str) -> tuple[float, float]:
     return difference.global_relative, difference.cosine
 
 
-def run_all(name: str, done: Callable[[dict[str, float]], None]) -> None:
-    """Every cell of one architecture, "part/training/chunking" -> value; `done` is given all so far after each part."""
-    cells: dict[str, float] = {}
+def run_all(name: str, parts: Sequence[str], done: Callable[[str, dict[str, float]], None]) -> None:
+    """The cells of one architecture, "part/training/chunking" -> value; `done` is given each part's name and cells."""
 
-    def cell(key: str, run: Callable[..., float], *arguments: str) -> None:
+    def cell(key: str, run: Callable[..., float], *arguments: str) -> float:
         started = time.perf_counter()
         try:
-            cells[key] = run(*arguments)
+            value = run(*arguments)
         except Exception as error:  # one that raises is a cell that fails; the rest of the matrix still runs
             print(f"{name} {key} raised {type(error).__name__}: {error}")
-            cells[key] = FAILED
-        print(f"{name:<13} {key:<24} {cells[key]:.3g}   {time.perf_counter() - started:.1f} s", flush=True)
+            value = FAILED
+        print(f"{name:<13} {key:<24} {value:.3g}   {time.perf_counter() - started:.1f} s", flush=True)
+        return value
 
-    for training in TRAININGS:
-        for chunking in CHUNKS:
-            cell(f"lifted/{training}/{chunking}", run_lifted, name, training, chunking)
-    cells["detached/error"], cells["detached/cosine"] = run_detached(name)
-    done(cells)
-    for part, run in (("float32", run_float32), ("untouched", run_untouched), ("bfloat16", run_bfloat16)):
-        for training in TRAININGS:
-            cell(f"{part}/{training}", run, name, training)
-        done(cells)
+    runs = {"lifted": run_lifted, "float32": run_float32, "untouched": run_untouched, "bfloat16": run_bfloat16}
+    for part in parts:
+        if part == "detached":
+            error, cosine = run_detached(name)
+            done(part, {"detached/error": error, "detached/cosine": cosine})
+        else:
+            done(part, {key: cell(key, runs[part], name, *key.split("/")[1:]) for key in expected_cells(part)})
 
 
-def record(name: str, cells: dict[str, float]) -> None:
-    """Write the figures of one architecture's parts that are whole, and its cells for the page."""
+def record(name: str, part: str, cells: dict[str, float]) -> None:
+    """Write the figure of one part of one architecture, its cells and what they were run on, and the page."""
     untouched = "float64_untouched_over_own_split" if name in models.RECURRENT else "float64_untouched"
     named = {"lifted": "float64_lifted", "untouched": untouched, "float32": "float32_global"}
     named |= {"bfloat16": "bfloat16_over_conventional"}
-    values = {
-        named[part]: max(cells[key] for key in expected_cells(part))
-        for part in named if all(key in cells for key in expected_cells(part))
-    }  # fmt: skip
-    values |= {"detached_relative_error": cells["detached/error"], "detached_cosine": cells["detached/cosine"]}
+    if part == "detached":
+        values = {"detached_relative_error": cells["detached/error"], "detached_cosine": cells["detached/cosine"]}
+    else:
+        values = {named[part]: max(cells.values())}
     for figure, value in values.items():
         unit = "ratio" if "over" in figure else "cosine" if "cosine" in figure else "relative error"
-        command = f"python benchmarks/exactness.py --record --only {name}"
+        command = f"python benchmarks/exactness.py --record --only {name} --parts {part}"
         entry = figures.record(f"exact.{figure}.{name}", value, unit, command=command)
     with figures.locked(RESULTS):
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         about = {"versions": versions(), "commit": entry["commit"], "date": entry["date"][:10]}
-        known[name] = {"cells": cells} | about
+        known.setdefault(name, {})[part] = {"cells": cells} | about
         RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
         PAGE.write_text(page())
 
@@ -188,12 +186,13 @@ def page() -> str:
         "# What was verified",
         "",
         "Written by `python benchmarks/exactness.py --page` from `docs/exactness.json`; never by hand. Each row is one",
-        "architecture at a small size: the real transformers class with random weights, on a tree three nodes deep with loss on",
+        "architecture at a small size: the real transformers class with random weights, on a tree four nodes deep with loss on",
         "inner nodes and branches of unequal length. A combination that never ran counts as failing.",
         "",
         "Errors are relative, against conventional full-sequence training: of the worst parameter in float64, of the whole",
         "gradient in float32. In bfloat16 and for untouched recurrent models the number is our error over the model's own:",
-        "conventional bfloat16's, and that of the model's own differentiable split at the same borders.",
+        "conventional bfloat16's, with float32's routing and selection imposed on both ways, and that of the model's own",
+        "differentiable split at the same borders.",
         "",
         "| architecture | float64, up-casts lifted (<= 1e-10) | float64, untouched | float32 (<= 1e-4) "
         "| bfloat16 / own (<= 1.25) | combinations that hold | versions | commit, date |",
@@ -205,35 +204,46 @@ def page() -> str:
         if entry is None:
             lines.append(f"| {name} | never run | never run | never run | never run | 0 of {len(expected_cells())} | | |")
             continue
-        cells, recurrent = entry["cells"], name in models.RECURRENT
+        cells, recurrent = _cells(entry), name in models.RECURRENT
         worst = {part: max(cells.get(key, FAILED) for key in expected_cells(part)) for part in (*bounds, "untouched")}
         limit = bounds | {"untouched": 1.25 if recurrent else 1e-6}
         held = sum(cells.get(key, FAILED) <= limit[key.split("/")[0]] for key in expected_cells())
         show = lambda part, style, of=worst: "never run, or failed" if of[part] == FAILED else format(of[part], style)
         untouched = show("untouched", ".2f") + " of own split" if recurrent else show("untouched", ".1e")
-        about = ", ".join(f"{k} {v}" for k, v in entry["versions"].items() if k in ("torch", "transformers", "peft"))
+        said = lambda *keys, of=entry: "; ".join(sorted({" ".join(_flat(run, key) for key in keys) for run in of.values()}))
         lines.append(
             f"| {name} | {show('lifted', '.1e')} | {untouched} | {show('float32', '.1e')} | {show('bfloat16', '.2f')} "
-            f"| {held} of {len(expected_cells())} | {about} | {entry['commit']}, {entry['date']} |"
+            f"| {held} of {len(expected_cells())} | {said('torch', 'transformers', 'peft')} | {said('commit', 'date')} |"
         )
     lines += ["", "## Without the reverse pass", "", "`gradient=\"detached\"` against the true gradient (LoRA, float64):", ""]
     lines += ["| architecture | relative error | cosine |", "|---|---|---|"]
     for name in models.NAMES:
-        if name in known:
-            cells = known[name]["cells"]
+        cells = _cells(known.get(name, {}))
+        if "detached/error" in cells:
             lines.append(f"| {name} | {cells['detached/error']:.2f} | {cells['detached/cosine']:.3f} |")
     return "\n".join(lines) + "\n"
+
+
+def _cells(entry: dict[str, Any]) -> dict[str, float]:
+    return {key: value for run in entry.values() for key, value in run["cells"].items()}
+
+
+def _flat(run: dict[str, Any], key: str) -> str:
+    """A package with its version, or what is known of the run itself."""
+    return f"{key} {run['versions'][key]}" if key in run["versions"] else str(run[key])
 
 
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(models.NAMES), help="architectures, with commas between")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts of the matrix, with commas between")
     parser.add_argument("--record", action="store_true", help="write docs/figures.json, docs/exactness.json and the page")
     parser.add_argument("--page", action="store_true", help="only write docs/exactness.md")
     arguments = parser.parse_args()
     for name in [] if arguments.page else arguments.only.split(","):
-        run_all(name, lambda cells, name=name: record(name, cells) if arguments.record else None)
+        done = lambda part, cells, name=name: record(name, part, cells) if arguments.record else None
+        run_all(name, arguments.parts.split(","), done)
     if arguments.page:
         PAGE.write_text(page())
 
