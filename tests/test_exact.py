@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -169,6 +170,19 @@ def test_recorded_routing_is_used_below_the_frontier_too() -> None:
     assert comparison.compare(comparison.gradients(model), untouched).global_relative > 1e-4
 
 
+def test_what_decisions_cost() -> None:
+    """One byte for each pick of an expert, eight for each selection: what docs/design/architectures.md says."""
+    replay = Engine(models.build("glm_moe_dsa"), ReplayConfig(chunk=40)).open(segment(trees.unequal_tree()))
+    replay.score()
+    kept = sum(node.stop - node.start for node in replay.tree.nodes if node.index in replay._resident)
+    layers = replay.state.layers
+    assert [layer.routing.nbytes() if layer.routing else 0 for layer in layers] == [0, 2 * kept, 2 * kept, 2 * kept]
+    digests = [sum(digest.nbytes for digest in layer._digests.values()) for layer in layers]
+    assert digests == [8 * kept, 0, 8 * kept, 0]
+    held = sum(layer.nbytes()["state"] for layer in layers) + 3 * 2 * kept
+    assert replay.state.nbytes()["state"] == held
+
+
 def test_changed_selections_are_counted() -> None:
     model, data = models.build("glm_moe_dsa"), trees.unequal_tree()
     replay = Engine(model, ReplayConfig(chunk=40)).open(segment(data))
@@ -267,6 +281,21 @@ def test_refusals_name_the_cause() -> None:
     unknown.config.layer_types[0] = "chunked_attention"
     with pytest.raises(ModelError, match="chunked_attention"):
         Engine(unknown)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="a transformers without such a model")
+def test_a_model_that_rewrites_its_cache_is_refused_even_where_new_types_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.DeepseekV4Config(
+        vocab_size=61, hidden_size=32, num_hidden_layers=4, moe_intermediate_size=16, num_attention_heads=4, head_dim=16,
+        q_lora_rank=16, num_experts_per_tok=2, n_routed_experts=8, o_groups=2, o_lora_rank=8, index_n_heads=4, index_head_dim=16,
+    )  # fmt: skip
+    model = transformers.DeepseekV4ForCausalLM(config)
+    with pytest.raises(ModelError, match="'deepseek_v4' is not known"):
+        Engine(model)
+    monkeypatch.setattr(architectures, "MODEL_TYPES", dict(architectures.MODEL_TYPES))
+    architectures.accept(model)
+    with pytest.raises(ModelError, match="compressed_sparse_attention, heavily_compressed_attention, whose state is not known"):
+        Engine(model)
 
 
 def test_a_router_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

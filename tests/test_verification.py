@@ -14,6 +14,8 @@ from longstraw_agents.cli import main
 from longstraw_agents.errors import AdapterError, ModelError
 from longstraw_agents.trainer import architectures, evidence
 from longstraw_agents.trainer.attention import PrefixAttention
+from longstraw_agents.trainer.models import LoraSettings, ModelConfig, add_adapter, load_adapter, load_model, save_adapter
+from longstraw_agents.trainer.routing import RoutingState
 from longstraw_agents.trainer.state import RecurrentState
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
 from longstraw_agents.trainer.verification import VerifyConfig, verify
@@ -34,7 +36,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_exact_models_pass_and_the_control_fails_as_it_must(name: str, dtype: torch.dtype) -> None:
     result = verify(models.build(name, training="lora", dtype=dtype), SMALL)
-    assert {key: check.holds for key, check in result.checks.items()} == {"E1": True, "E2": True, "E4": True, "control": True}
+    decided = {"decisions: routing", "decisions: selection"} if name == "glm_moe_dsa" else set()
+    assert result.checks.keys() == {"E1", "E2", "E4", "control"} | decided
+    assert all(check.holds is True for check in result.checks.values())
     assert result.holds and all(row["detached"] > row["error"] for row in result.classes if row["detached"] > 1e-3)
 
 
@@ -47,6 +51,22 @@ def test_sixteen_bit_types_are_held_against_conventional_trainings_own_error() -
     result = verify(model, SMALL)
     assert result.checks["E4"].bound == 1.25 and result.checks["E4"].holds
     assert all(row["conventional"] > 0 for row in result.classes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm_moe_dsa"])
+def test_in_sixteen_bits_decisions_are_imposed_and_what_differs_is_said(name: str) -> None:
+    result = verify(models.build(name, training="lora", dtype=torch.bfloat16, smooth=True), SMALL)
+    shares = {key: check for key, check in result.checks.items() if key.startswith("decisions")}
+    assert shares and all(0 < check.value <= check.bound and check.holds for check in shares.values())
+    assert result.checks["E4"].holds and result.checks["control"].holds
+
+
+def test_routing_that_is_wrong_fails_though_the_reference_s_is_imposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = RoutingState.decide
+    wrong = lambda self, run, picks, experts: (decide(self, run, picks, experts) + 1) % experts
+    monkeypatch.setattr(RoutingState, "decide", wrong)
+    result = verify(models.build("qwen3_moe"), SMALL)
+    assert result.checks["decisions: routing"].holds is False and not result.holds
 
 
 def test_a_wrong_gradient_fails_and_its_worst_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,34 +138,41 @@ def test_unknown_model_types_are_refused_until_they_are_to_be_proved(saved: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("kind", "text", "loaded"),
     [
-        ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
-        ("Gemma3ForConditionalGeneration", "gemma3"),
+        ("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3_5ForCausalLM"),
+        ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+        ("Gemma3ForConditionalGeneration", "gemma3", "Gemma3ForConditionalGeneration"),
+        ("Mistral3ForConditionalGeneration", "mistral", "Mistral3ForConditionalGeneration"),
     ],
 )
-def test_text_models_inside_vision_language_checkpoints(kind: str, text: str, tmp_path: Path) -> None:
-    """A tiny checkpoint of the class that the hub publishes loads as it is, and verifies."""
-    from longstraw_agents.trainer.models import ModelConfig, load_model
-
+def test_text_models_inside_vision_language_checkpoints(kind: str, text: str, loaded: str, tmp_path: Path) -> None:
+    """A tiny checkpoint of the class that the hub publishes loads as it is, with its weights, and verifies; and so does the
+    whole model, if somebody hands that over."""
     vision = dict(depth=1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_attention_heads=2)
+    vision |= dict(image_size=28, patch_size=14)
     config_class = getattr(transformers, kind.replace("ForConditionalGeneration", "Config"))
-    # As published, Gemma 3 caps no logits, and its vision-language class would not.
-    text_config = models.CONFIGS[text]()[1].to_dict() | {"vocab_size": 300, "final_logit_softcapping": None}
+    text_config = models.CONFIGS[text]()[1].to_dict() | {"vocab_size": 300, "initializer_range": 0.1}
     config = config_class(text_config=text_config, vision_config=vision, image_token_id=5, image_token_index=5)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        getattr(transformers, kind)(config).save_pretrained(tmp_path / "vl")
+        published = getattr(transformers, kind)(config).eval()
+    published.save_pretrained(tmp_path / "vl")
     small_tokenizer().save_pretrained(tmp_path / "vl")
     model, _ = load_model(ModelConfig(str(tmp_path / "vl")))
+    assert type(model.get_base_model()).__name__ == loaded
+    ids = torch.arange(10, 90)[None]
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=ids).logits, published(input_ids=ids).logits, atol=1e-5)
     adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert adapted and not [name for name in adapted if "vision" in name or "visual" in name]
+    assert adapted and not [name for name in adapted if "vision" in name or "visual" in name or "projector" in name]
     assert verify(model, SMALL).holds
+    for name, parameter in published.named_parameters():
+        parameter.requires_grad_("visual" not in name and "vision" not in name and "projector" not in name)
+    assert verify(published, SMALL).holds
 
 
 def test_adapters_on_experts_are_exact_and_can_be_saved(tmp_path: Path) -> None:
-    from longstraw_agents.trainer.models import LoraSettings, add_adapter, load_adapter, save_adapter
-
     settings = LoraSettings(rank=2, experts=True)
     model = add_adapter(models.build("qwen3_moe"), settings)
     for name, parameter in model.named_parameters():
@@ -162,8 +189,6 @@ def test_adapters_on_experts_are_exact_and_can_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.smollm2
 def test_the_real_smollm2_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longstraw_agents.trainer.models import ModelConfig, load_model
-
     monkeypatch.delenv("LONGSTRAW_CACHE")  # converted weights are kept in the user's own
     model, _ = load_model(ModelConfig())
     result = verify(model, VerifyConfig(length=96, branch=16, group=2))

@@ -43,6 +43,11 @@ class Head:
     piece: int = 1024
     fused: Fused | None = None
 
+    @property
+    def name(self) -> str:
+        """What gives log-probabilities, for receipts."""
+        return "pieces" if self.fused is None else "cut-cross-entropy"
+
     def logits(self, hidden_MC: Tensor) -> Tensor:
         """Logits [M, V] in float32 or wider, after soft cap and temperature."""
         logits = self.module(hidden_MC)

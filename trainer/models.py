@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -105,7 +106,8 @@ def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedToke
     """
     folder = smollm2_folder() if config.name == SMOLLM2 else config.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[config.dtype], **_quantized(config))
+        kind = _kind(AutoConfig.from_pretrained(folder))
+        model = kind.from_pretrained(folder, dtype=DTYPES[config.dtype], **_quantized(config))
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(config, error) from error
     tokenizer = load_tokenizer(config)
@@ -118,6 +120,11 @@ def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedToke
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, seed=config.seed)
     return model.eval(), tokenizer
+
+
+def _kind(settings: Any) -> Any:
+    """The automatic class for a configuration: some classes that hold a language model are registered as seeing ones alone."""
+    return AutoModelForCausalLM if type(settings) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
 
 
 def _quantized(config: ModelConfig) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def without_weights(config: ModelConfig) -> Any:
     try:
         settings = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[config.dtype])
+            model = _kind(settings).from_config(settings, dtype=DTYPES[config.dtype])
             adapter = config.adapter
             if adapter is not None and any(name.endswith(_EXPERTS) for name, _ in model.named_parameters()):
                 linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "attn." in n}

@@ -132,7 +132,7 @@ class Trainer:
             receipt.bounded = self.bounded.report()
             receipt.gradient = "bounded" if receipt.bounded["approximate_trees"] else receipt.gradient
         receipt.phases = phases.as_dict()
-        receipt.setting["kernels"] = chosen()
+        receipt.setting |= {"kernels": chosen(), "head": self.engine.head.name}
         self._describe_ranks(receipt)
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"} | cite(self.model)
         return receipt
