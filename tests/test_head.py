@@ -34,6 +34,9 @@ class HalfGradient(torch.autograd.Function):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_kernel_is_taken_only_if_all_it_gives_is_right(softcap: float | None, caplog: pytest.LogCaptureFixture) -> None:
     head = Head(torch.nn.Linear(64, 1000, bias=False, dtype=torch.bfloat16), softcap)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        torch.nn.init.normal_(head.module.weight, std=0.5)  # logits beyond the cap
     uncapped = lambda h, w, t, cap: exact(h, w, t, None if cap else 5.0)
     wrong = {
         "logp": uncapped,
