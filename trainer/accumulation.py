@@ -36,5 +36,6 @@ def accumulated(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, total in sums.items():
+        while sums:  # one after the other, so that sums and gradients are not held twice
+            parameter, total = sums.popitem()
             parameter.grad = None if total is None else total.to(parameter.dtype)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from longstraw_agents.errors import ConfigError, ModelError
 from longstraw_agents.trainer import kernels
+from longstraw_agents.trainer.accumulation import accumulated
 from longstraw_agents.trainer.architectures import make_state, unwrap
 from longstraw_agents.trainer.heads import RULE
 from longstraw_agents.trainer.latent import LatentState
@@ -176,7 +177,7 @@ class _Walk:
         self.live.hold([*frozen, *trained, *moments, workspace])
         kernel = FlashLike(self.live, workspace=self.config.stand_ins)
         rules = delta_rules(self.base, self.config.stand_ins)
-        with kernels.standing_in(kernel), rules, self.engine.attached(), self.live:
+        with kernels.standing_in(kernel), rules, self.engine.attached(), self.live, accumulated(self.model):
             self._capture()
             self._score()
             self._replay()
@@ -185,7 +186,8 @@ class _Walk:
         held = self.state.nbytes()
         kept = self._outputs()
         own = nbytes(trained)
-        sizes = dict(weights=nbytes(frozen), adapter=own, optimizer=nbytes(moments), gradients=own)
+        summed = sum(p.numel() * max(4, p.itemsize) for p in trained)  # in 16 bits only between trees: `accumulation`
+        sizes = dict(weights=nbytes(frozen), adapter=own, optimizer=nbytes(moments), gradients=summed)
         sizes |= dict(libraries=workspace.nbytes)
         sizes |= dict(state=held["state"] - kept + self._records.nbytes, outputs=kept, cotangent=held["cotangent"])
         elsewhere = ("state", "outputs", "cotangent") if self.config.place == "host" else ()
