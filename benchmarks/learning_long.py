@@ -176,7 +176,7 @@ def configuration(arm: Arm, sizes: LongScale) -> RunConfig:
             LoraSettings(rank=16, alpha=32.0), arm.seed,
         ),
         policy=PolicySettings(step_tokens=8192),
-        collect=CollectConfig(max_action_tokens=24, max_trajectory_tokens=131_072, concurrency=12),
+        collect=CollectConfig(max_action_tokens=24, max_trajectory_tokens=131_072, concurrency=6),
         trainer=TrainerConfig(
             replay=ReplayConfig(chunk=sizes.chunk, pack=4096, placement=Placement(outputs=True)),
             optimizer=OptimizerConfig(learning_rate=5e-4),

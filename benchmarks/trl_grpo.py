@@ -25,15 +25,26 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.calls import ENV_ID
 
 
-def grade(completions: list[list[dict[str, str]]], task_seed: list[int], **_: object) -> list[float]:
-    """The environment's reward of each completion on its task."""
-    rewards = []
-    for completion, seed in zip(completions, task_seed, strict=True):
-        env = gymnasium.make(ENV_ID)
-        env.reset(seed=seed, options={"split": "train"})
-        rewards.append(float(env.step(completion[0]["content"])[1]))
-        env.close()
-    return rewards
+class Grade:
+    """The environment's reward of each completion on its task. As in ours, one that was cut before its end token is never acted
+    upon: without this a policy learns the call and not to stop, which the held-out tasks then give nothing for."""
+
+    __name__ = "grade"
+
+    def __init__(self, end: int) -> None:
+        """end: the token that ends an action."""
+        self.end = end
+
+    def __call__(
+        self, completions: list[list[dict[str, str]]], completion_ids: list[list[int]], task_seed: list[int], **_: object
+    ) -> list[float]:
+        rewards = []
+        for completion, ids, seed in zip(completions, completion_ids, task_seed, strict=True):
+            env = gymnasium.make(ENV_ID)
+            env.reset(seed=seed, options={"split": "train"})
+            rewards.append(float(env.step(completion[0]["content"])[1]) if ids[-1] == self.end else 0.0)
+            env.close()
+        return rewards
 
 
 class Deadline(TrainerCallback):  # type: ignore[misc]
@@ -69,8 +80,8 @@ def main(path: Path) -> None:
     model = PeftModel.from_pretrained(model, settings["adapter"], is_trainable=True)
     watch = Deadline(settings["deadline"])
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=grade, args=config_of(settings), callbacks=[watch],
-        train_dataset=Dataset.from_list(settings["rows"]),
+        model=model, processing_class=tokenizer, reward_funcs=Grade(tokenizer.eos_token_id), args=config_of(settings),
+        callbacks=[watch], train_dataset=Dataset.from_list(settings["rows"]),
     )  # fmt: skip
     started = time.time()
     trainer.train()

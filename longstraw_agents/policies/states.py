@@ -46,6 +46,7 @@ ATTENTION_ONLY = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "
 #: Not cuDNN's: it makes a plan for each new length, and every step has one.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _SPARE = 256  # tokens of room beyond what a state holds when its buffers are made
+_TOGETHER = 8192  # tokens in a state: a longer one attends alone, and its keys are not copied into a table
 _GROWTH = 16384  # at most so many more when they are grown
 
 
@@ -269,9 +270,11 @@ class PackedRunner:
         return logits_1RV[0]
 
     def _batch(self, segments: Sequence[Segment]) -> Batch:
-        """Which segments attend one by one, and which together."""
+        """Which segments attend one by one, and which together: over many keys one session alone keeps a GPU busy."""
         starts = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
-        single = [self.together and len(segment.tokens) == 1 and len(segment.state.tokens) > 0 for segment in segments]
+        single = [
+            self.together and len(segment.tokens) == 1 and 0 < len(segment.state.tokens) <= _TOGETHER for segment in segments
+        ]
         alone = [(int(start), segment) for start, segment, one in zip(starts, segments, single, strict=False) if not one]
         states = [segment.state for segment, one in zip(segments, single, strict=True) if one]
         if len(states) < 2:
