@@ -159,12 +159,15 @@ def arm(name: str, scale: str, model: str, device: str, work: Path, until: float
 
 @main.command()
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.option("--without", default="", help="Kinds of arms to leave out, with commas.")
 @click.option("--record", is_flag=True, help="Write the figures, and the tables and plots of docs/learning.md.")
-def report(results: Path, record: bool) -> None:
+def report(results: Path, without: str, record: bool) -> None:
     """The file of `all` as tables and figures."""
     from benchmarks.learning_report import Report
 
-    found = Report(json.loads(results.read_text()))
+    values = json.loads(results.read_text())
+    values["arms"] = {name: arm for name, arm in values["arms"].items() if name.rpartition("-")[0] not in without.split(",")}
+    found = Report(values)
     click.echo(found.tables())
     if record:
         found.record()

@@ -53,8 +53,10 @@ class Report:
             if len(found) < 2:
                 continue
             mean, interval = mean_interval(list(found.values()))
-            extra = {"interval": interval, "at_update": {seed: self._common(kinds, seed) for seed in found}, "compared": of}
-            self._record(figure, mean, list(found.values()), extra | {"arms": self._costs(kinds)})
+            at = {seed: self._common(kinds, seed) for seed in found}
+            sampled = {kind: {seed: self._evaluations(kind, seed)[at[seed]]["sampled"] for seed in at} for kind in kinds[:2]}
+            extra = {"interval": interval, "compared": of, "at_update": at, "tokens_sampled": sampled, "arms": self._costs(kinds)}
+            self._record(figure, mean, list(found.values()), extra)
         for figure, (difference, interval, trials) in self._gains().items():
             self._record(figure, difference, trials, {"interval": interval, "arms": self._costs(("long", "truncated"))})
         text = PAGE.read_text(encoding="utf-8")
