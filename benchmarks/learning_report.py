@@ -171,6 +171,10 @@ class Report:
             for row in self.arms.get(f"{kind}-0", {"evaluations": []})["evaluations"]:
                 share, lengths = float(np.mean(row["answers"])), row["lengths"]
                 lines.append(f"| {kind} | {row['name']} | {share:.2f} | {min(lengths):,} to {max(lengths):,} |")
+        shown = [row["loss"] for row in self.arms.get("long-0", {"updates": []})["updates"] if row.get("stage") == "shown"]
+        if shown:
+            losses = ", ".join(f"{loss:.3f}" for loss in shown)
+            lines += ["", f"Loss of the shown answers to texts of full length, each new and before it was trained on: {losses}."]
         for figure, (difference, (low, high), _) in self._gains().items():
             lines += ["", f"{LONG[figure]}: {difference:+.1f} points [{low:+.1f}, {high:+.1f}] over tasks."]
         return "\n".join(lines) if len(lines) > 4 else ""
