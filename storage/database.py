@@ -179,7 +179,8 @@ def translated(error: Exception) -> LongStrawError:
     cause = getattr(error, "orig", None) or error
     name, state = getattr(cause, "sqlite_errorname", None), getattr(cause, "sqlstate", None)
     message = f"{type(cause).__name__}: {cause}".strip()
-    if name in ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE") or state in ("53100", "53200") or "No space left" in message:
+    shared = ("SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP")  # no room for the log's index
+    if name in ("SQLITE_FULL", *shared) or state in ("53100", "53200") or "No space left" in message:
         return StoreFullError(f"the disk of the store is full ({message}); the failed write left nothing. Free some space")
     if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB") or (name or "").startswith("SQLITE_CORRUPT") or (state or "").startswith("XX"):
         return CorruptionError(f"the store's file is damaged ({message}); `longstraw db check` lists what is affected")

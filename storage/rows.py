@@ -9,17 +9,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 from sqlalchemy import Connection, Select, Table, bindparam, insert, select, update
 
 from longstraw_agents.errors import CorruptionError
 from longstraw_agents.storage.blobs import seal
+from longstraw_agents.storage.schema import canonical
 
 Row = dict[str, Any]
 
-#: Bytes of the seals of rows that are many, where 16 would be a hundredth of the store; one fault in 2**32 fits by chance.
-_SHORT = {"turns": 4, "spans": 4}
+#: Rows that are many: seals of 4 bytes, where 16 would be a hundredth of the store. One fault in 2**32 fits by chance.
+_MANY = ("turns", "spans")
 #: Columns that came after rows had been sealed: they are sealed where they hold something, so that old seals still fit.
 _LATER = {"turns": ("notes",)}
 
@@ -32,10 +34,17 @@ def nonce() -> bytes:
 def seal_of(table: Table, row: Mapping[str, Any]) -> bytes:
     """The seal that belongs to `row`, a value for each column of `table`."""
     later = _LATER.get(table.name, ())
-    names = [name for name in table.columns.keys() if name != "seal" and not (name in later and row[name] is None)]
-    values = {name: row[name] for name in names}
-    whole = seal(table.name, {name: v.hex() if isinstance(v, bytes) else v for name, v in values.items()})
-    return whole[: _SHORT.get(table.name)]
+    values = {name: row[name] for name in _names(table) if name not in later or row[name] is not None}
+    if table.name in _MANY:  # without JSON: a tree of long trajectories reads tens of thousands of rows
+        plain = [canonical(value) if isinstance(value, dict) else value for value in values.values()]
+        return blake2b(f"{table.name}\0{plain!r}".encode(), digest_size=4).digest()
+    return seal(table.name, {name: v.hex() if isinstance(v, bytes) else v for name, v in values.items()})
+
+
+@cache
+def _names(table: Table) -> tuple[str, ...]:
+    """The columns that a seal covers, in the table's order."""
+    return tuple(name for name in table.columns.keys() if name != "seal")
 
 
 def intact(table: Table, row: Mapping[str, Any]) -> bool:
@@ -49,7 +58,7 @@ def intact(table: Table, row: Mapping[str, Any]) -> bool:
 def checked(table: Table, row: Mapping[str, Any], **values: Any) -> Row:
     """`row` as a dict. Raises CorruptionError if its seal does not fit, or if it has other values than it was asked for."""
     row = dict(row)
-    if not intact(table, row) or any(row[name] != value for name, value in values.items()):
+    if not intact(table, row) or (values and any(row[name] != value for name, value in values.items())):
         key = row.get("id", {name: row[name] for name in table.primary_key.columns.keys() if name in row})
         raise CorruptionError(f"the row {key} of table {table.name} does not fit its seal; restore it from a copy")
     return row
