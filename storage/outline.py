@@ -108,7 +108,7 @@ def _turns(connection: Connection, stretch: Stretch) -> list[tuple[int, int, int
     names = ("start", "observation_tokens", "action_tokens", "reward", "chain")
     inside = (TURNS.c.branch_id == stretch.branch_id, TURNS.c.turn >= stretch.first_turn, TURNS.c.turn < stretch.end_turn)
     rows = connection.execute(select(TURNS).where(*inside).order_by(TURNS.c.turn)).mappings()
-    return [tuple(checked(TURNS, row)[name] for name in names) for row in rows]
+    return [tuple(row[name] for name in names) for row in (checked(TURNS, found) for found in rows)]
 
 
 def _marks(connection: Connection, stretch: Stretch, name: str) -> tuple[Positions, Chains]:
