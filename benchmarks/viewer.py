@@ -25,7 +25,7 @@ from prose import prose
 from sqlalchemy import event
 
 from longstraw_agents import figures
-from longstraw_agents.storage import Store, browse
+from longstraw_agents.storage import Store, admin, browse
 from longstraw_agents.trainer.credit import packed
 from longstraw_agents.types import StopReason, Task, ToolCall, Turn
 
@@ -177,6 +177,7 @@ def main() -> None:
         if not paths[name].exists():
             make(paths[name].with_suffix(".part"))
             paths[name].with_suffix(".part").rename(paths[name])
+        admin.upgrade_store(str(paths[name]))  # one that was kept may be of an older schema
     if arguments.only_make:
         return
     found: dict[str, tuple[float, float]] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from longstraw_agents import viewer_curves as curves
 from longstraw_agents import viewer_tokens, viewer_tree
 from longstraw_agents.decoding import Decoder, decoder_of
 from longstraw_agents.errors import ConfigError, NotStoredError
-from longstraw_agents.segmenter import SegmenterConfig
+from longstraw_agents.segmenter import PrefixTree, SegmenterConfig
 from longstraw_agents.storage import GroupRow, RunRow, StepRow, Store, TrajectoryRow, browse
 from longstraw_agents.store_tree import stored_tree
 from longstraw_agents.viewer_search import search
@@ -44,6 +44,7 @@ class Site:
         self._readings: dict[str, list[curves.Reading]] = {}
         self._decoders: dict[str, Decoder] = {}
         self.receipt = lru_cache(maxsize=16)(self._receipt)
+        self.tree = lru_cache(maxsize=32)(self._tree)
 
     def readings(self, run_id: str) -> list[curves.Reading]:
         """All steps of a run; only those that are new are read."""
@@ -62,6 +63,9 @@ class Site:
                     self._decoders[name] = decoder_of(run.config)
                 self._decoders[run.run_id] = self._decoders[name]
             return self._decoders[run.run_id]
+
+    def _tree(self, trajectory_ids: tuple[str, ...], segmenter: SegmenterConfig) -> PrefixTree:
+        return stored_tree(self.store, trajectory_ids, segmenter).tree
 
     def _receipt(self, run_id: str, step: int) -> StepRow:
         found = self.store.steps(run_id, first=step, count=1)
@@ -191,7 +195,7 @@ def group_page(site: Site, query: Query, group_id: str) -> Values:
         "rows": rows,
         "task": json.dumps(dict(group.task.options), indent=1, sort_keys=True, ensure_ascii=False),
         "fate": _fate(group, receipt),
-        "tree": _tree(site.store, run, rows, receipt, trained=group_id in receipt.get("groups", [])),
+        "tree": _tree(site, run, rows, receipt, trained=group_id in receipt.get("groups", [])),
         "inputs": viewer_tree.inputs_in_words(receipt),
         "live": group_id,
     }
@@ -209,14 +213,14 @@ def _fate(group: GroupRow, receipt: Mapping[str, Any]) -> str:
 
 
 def _tree(
-    store: Store, run: RunRow, rows: Sequence[TrajectoryRow], receipt: Mapping[str, Any], *, trained: bool
+    site: Site, run: RunRow, rows: Sequence[TrajectoryRow], receipt: Mapping[str, Any], *, trained: bool
 ) -> Values | None:
     """The picture with its table; None where nothing is finished."""
     finished = [row for row in rows if row.stop_reason is not None and row.length > 1][:MOST_IN_TREE]
     if not finished:
         return None
     gradient, chunk, cut = viewer_tree.settings(run.config)
-    tree = stored_tree(store, [row.trajectory_id for row in finished], SegmenterConfig(**cut)).tree
+    tree = site.tree(tuple(row.trajectory_id for row in finished), SegmenterConfig(**cut))
     gradient = str(receipt.get("gradient", gradient)) if trained else gradient
     picture, made = viewer_tree.draw(tree, {row.trajectory_id: row for row in finished}, gradient, chunk)
     return {
@@ -244,11 +248,10 @@ def trajectory_page(site: Site, query: Query, trajectory_id: str) -> Values:
         first = number(query, "turn")
     page = Paging.of(first, row.turns, TURNS)
     receipt = {} if group.step is None else site.receipt(run.run_id, group.step).receipt
-    show = _shower(site, run, trajectory_id, receipt, colour)
-    turns = [
-        {"turn": turn, "observation": show(turn.start, turn.border, FOLD), "action": show(turn.border, turn.stop, FOLD_ACTION)}
-        for turn in browse.turns(site.store, trajectory_id, page.first, TURNS)
-    ]
+    rows = browse.turns(site.store, trajectory_id, page.first, TURNS)
+    folds = [_fold(*part) for turn in rows for part in ((turn.start, turn.border, FOLD), (turn.border, turn.stop, FOLD_ACTION))]
+    parts = iter(_shown(site, run, trajectory_id, receipt, colour, folds))
+    turns = [{"turn": turn, "observation": next(parts), "action": next(parts)} for turn in rows]
     return {
         "run": run, "group": group, "row": row, "turns": turns, "page": page, "colour": colour,
         "colours": viewer_tokens.COLOURS, "legend": viewer_tokens.legend(colour), "missing": _missing(colour, receipt, row),
@@ -269,26 +272,30 @@ def _missing(colour: str, receipt: Mapping[str, Any], row: TrajectoryRow) -> str
     return f"No {colour} is recorded: no step has trained on this trajectory, or its receipt does not hold it."
 
 
-def _shower(
-    site: Site, run: RunRow, trajectory_id: str, receipt: Mapping[str, Any], colour: str
-) -> Callable[[int, int, int], Values]:
-    """A function of (start, stop, fold): that part of a turn as text, folded where it has more than `fold` tokens."""
+def _fold(start: int, stop: int, most: int) -> list[tuple[int, int]]:
+    """What is shown of [start, stop): all, nothing where it is empty, or both ends where it has more than `most` tokens."""
+    if stop - start <= most:
+        return [(start, stop)] if stop > start else [(start, start)]
+    return [(start, start + most // 2), (stop - most // 2, stop)]
+
+
+def _shown(
+    site: Site, run: RunRow, trajectory_id: str, receipt: Mapping[str, Any], colour: str, folds: Sequence[list[tuple[int, int]]]
+) -> list[Values]:
+    """The parts of turns as text, each folded as `folds` has it."""
     decoder = site.decoder(run)
-
-    def part(start: int, stop: int) -> Any:
-        ids = site.store.read_tokens(trajectory_id, start, stop).tolist()
-        behaviour = browse.read_behaviour(site.store, trajectory_id, start, stop)
-        numbers = viewer_tokens.token_numbers(start, behaviour, receipt, trajectory_id)
-        return viewer_tokens.in_colour(decoder, ids, numbers, colour)
-
-    def show(start: int, stop: int, fold: int) -> Values:
-        if stop - start <= fold:
-            return {"start": start, "tokens": stop - start, "parts": [part(start, stop)] if stop > start else [], "folded": 0}
-        half = fold // 2
-        parts = [part(start, start + half), part(stop - half, stop)]
-        return {"start": start, "tokens": stop - start, "parts": parts, "folded": stop - start - 2 * half, "half": half}
-
-    return show
+    read = iter(browse.read_ranges(site.store, trajectory_id, [cut for fold in folds for cut in fold]))
+    shown = []
+    for fold in folds:
+        texts = []
+        for start, _ in fold:
+            ids, logp = next(read)
+            numbers = viewer_tokens.token_numbers(start, logp, receipt, trajectory_id)
+            texts.append(viewer_tokens.in_colour(decoder, ids.tolist(), numbers, colour))
+        (start, half), stop = fold[0], fold[-1][1]
+        folded = fold[1][0] - half if len(fold) > 1 else 0
+        shown.append({"start": start, "tokens": stop - start, "parts": texts, "folded": folded, "half": half - start})
+    return shown
 
 
 def tokens_page(site: Site, query: Query, trajectory_id: str) -> Values:
@@ -298,9 +305,8 @@ def tokens_page(site: Site, query: Query, trajectory_id: str) -> Values:
     colour, form = choice(query, "colour", viewer_tokens.COLOURS), choice(query, "form", ("text", "table"))
     page = Paging.of(number(query, "start"), row.length, TOKENS if form == "text" else TABLE)
     receipt = {} if group.step is None else site.receipt(run.run_id, group.step).receipt
-    ids = site.store.read_tokens(trajectory_id, page.first, page.last).tolist()
-    behaviour = browse.read_behaviour(site.store, trajectory_id, page.first, page.last)
-    numbers = viewer_tokens.token_numbers(page.first, behaviour, receipt, trajectory_id)
+    ((read, logp),) = browse.read_ranges(site.store, trajectory_id, [(page.first, page.last)])
+    ids, numbers = read.tolist(), viewer_tokens.token_numbers(page.first, logp, receipt, trajectory_id)
     decoder = site.decoder(run)
     rows = []
     if form == "table":

@@ -245,19 +245,30 @@ def turn_at(store: Store, trajectory_id: str, position: int) -> int:
     return store.database.read(action)
 
 
-def read_behaviour(store: Store, trajectory_id: str, start: int, stop: int) -> LogpArray:
-    """Behaviour log-probabilities [stop - start]; NaN where the token was not sampled."""
+def read_ranges(
+    store: Store, trajectory_id: str, ranges: Sequence[tuple[int, int]]
+) -> list[tuple[TokenArray, LogpArray]]:
+    """For each [start, stop) its ids and behaviour log-probabilities, both [stop - start], from one state of the store.
 
-    def action(connection: Connection) -> LogpArray:
+    Log-probabilities are NaN where the token was not sampled. Raises StoreError for a range outside the trajectory.
+    """
+
+    def action(connection: Connection) -> list[tuple[TokenArray, LogpArray]]:
         lineage = reading.lineage_of(connection, _trajectory(connection, trajectory_id))
-        found = np.full(stop - start, np.nan, np.float32)
-        for span in reading.read_spans(connection, lineage, start, stop, behaviour=True):
-            if span.behaviour is not None:
-                low, high = max(start, span.start), min(stop, span.stop)
-                found[low - start : high - start] = span.behaviour[low - span.start : high - span.start]
-        return found
+        return [_range(connection, lineage, start, stop) for start, stop in ranges]
 
     return store.database.read(action)
+
+
+def _range(connection: Connection, lineage: reading.Lineage, start: int, stop: int) -> tuple[TokenArray, LogpArray]:
+    ids, logp = np.zeros(stop - start, np.int32), np.full(stop - start, np.nan, np.float32)
+    for span in reading.read_spans(connection, lineage, start, stop, behaviour=True):
+        low, high = max(start, span.start), min(stop, span.stop)
+        inside, own = slice(low - start, high - start), slice(low - span.start, high - span.start)
+        ids[inside] = span.ids[own]
+        if span.behaviour is not None:
+            logp[inside] = span.behaviour[own]
+    return ids, logp
 
 
 def _trajectory(connection: Connection, trajectory_id: str) -> Any:

@@ -36,12 +36,13 @@ def test_pages_of_turns_are_the_turns(store: Store, forked) -> None:
     assert browse.turns(store, forked[2][0], 99, 5) == []
 
 
-def test_behaviour_of_a_range_is_the_trajectory_s(store: Store, forked) -> None:
+def test_ranges_are_the_trajectory_s(store: Store, forked) -> None:
     name = forked[2][1]
     whole = store.load_trajectory(name)
-    for start, stop in ((0, len(whole.tokens)), (35, 125), (120, 120), (100, 5130)):
-        found = browse.read_behaviour(store, name, start, stop)
-        assert np.array_equal(found, whole.behaviour[start:stop], equal_nan=True)
+    ranges = [(0, len(whole.tokens)), (35, 125), (120, 120), (100, 5130)]
+    for (start, stop), (ids, logp) in zip(ranges, browse.read_ranges(store, name, ranges), strict=True):
+        assert np.array_equal(ids, whole.tokens[start:stop])
+        assert np.array_equal(logp, whole.behaviour[start:stop], equal_nan=True)
 
 
 def test_passages_hold_everything_once(store: Store, forked) -> None:
