@@ -60,12 +60,14 @@ class TemplateRenderer:
         self.stop_ids = frozenset({self.end_id, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])})
 
     def first(self, messages: Sequence[Message]) -> Rendered:
+        """The first observation: all messages as the template shows them, up to the policy's turn."""
         if not messages:
             raise TokenError("the environment's reset gave no message; there is nothing to begin a trajectory with")
         standing = _StandIns(messages)
         return self._rendered(self._text(self._disguised(messages, standing)), standing)
 
     def following(self, action: TokenArray, messages: Sequence[Message], history: Sequence[Message] = ()) -> Rendered:
+        """What the template puts behind an action, or the whole context where it now shows it otherwise and a part shall begin."""
         said = Message("assistant", self.text(action))
         standing = _StandIns([*history, said, *messages])
         before, added = self._disguised(history, standing), self._disguised(messages, standing)
@@ -80,6 +82,7 @@ class TemplateRenderer:
         return self._rendered(self._behind(action, rest), standing, "appended" if same else "kept")
 
     def text(self, action: TokenArray) -> str:
+        """An action as text, without the token that ended it."""
         ids = [int(token) for token in action]
         return self._decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
