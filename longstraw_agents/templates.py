@@ -67,7 +67,7 @@ class TemplateRenderer:
         return self._rendered(self._text(self._disguised(messages, standing)), standing)
 
     def following(self, action: TokenArray, messages: Sequence[Message], history: Sequence[Message] = ()) -> Rendered:
-        """What the template puts behind an action, or the whole context where it now shows it otherwise and a part shall begin."""
+        """What the template puts behind an action, or the whole context where it shows it otherwise and a part shall begin."""
         said = Message("assistant", self.text(action))
         standing = _StandIns([*history, said, *messages])
         before, added = self._disguised(history, standing), self._disguised(messages, standing)
