@@ -275,14 +275,16 @@ _WRITTEN = [f":!docs/{name}" for name in ("figures.json", "exactness.json", "exa
 
 
 def _commit() -> str:
-    """The commit of the checkout with "+" when tracked files differ; LONGSTRAW_COMMIT where the tree came without git."""
+    """The commit of the checkout with "+" when tracked files differ; or LONGSTRAW_COMMIT, for a tree that came without its git."""
+    if os.environ.get("LONGSTRAW_COMMIT"):
+        return os.environ["LONGSTRAW_COMMIT"]
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True, stderr=subprocess.DEVNULL).strip()
         status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN]
         changed = subprocess.check_output(status, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("LONGSTRAW_COMMIT", "unknown")
+        return "unknown"
     return commit + ("+" if changed else "")
 
 
