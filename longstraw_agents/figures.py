@@ -275,7 +275,7 @@ _WRITTEN = [f":!docs/{name}" for name in ("figures.json", "exactness.json", "exa
 
 
 def _commit() -> str:
-    """The commit of the checkout with "+" when tracked files differ; or LONGSTRAW_COMMIT, for a tree that came without its git."""
+    """The commit of the checkout with "+" when tracked files differ; LONGSTRAW_COMMIT for a tree that came without its git."""
     if os.environ.get("LONGSTRAW_COMMIT"):
         return os.environ["LONGSTRAW_COMMIT"]
     git = ["git", "-C", str(ROOT)]
