@@ -85,7 +85,7 @@ def gc(store: Store, *, compact: bool = False) -> Collected:
         connection.execute(delete(BLOBS).where(unused))
         return Collected(count, int(size or 0))
 
-    collected = store.database.write(action)
+    collected = store.database.write(action, frees=True)
     if compact:
         store.database.compact()
     return collected

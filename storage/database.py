@@ -111,16 +111,18 @@ class Database:
             what = f"a stored row cannot be read ({error!r})"
             raise CorruptionError(f"{what}; `longstraw db check` lists what is affected") from error
 
-    def write(self, action: Callable[[Connection], Result]) -> Result:
+    def write(self, action: Callable[[Connection], Result], *, frees: bool = False) -> Result:
         """Runs `action` in one transaction and commits it durably, or raises and leaves nothing.
 
+        `frees`: the action deletes, so it may use what is kept in reserve.
         `action` may run several times, after a commit whose outcome is unknown too; it must find its own success.
         Raises StoreFullError, CorruptionError, StoreError, and what `action` raises.
         """
 
         def attempt() -> Result:
             with self.engine.connect().execution_options(longstraw_write=True) as connection, connection.begin():
-                self._check_space(connection)
+                if not frees:
+                    self._check_space(connection)
                 return action(connection)
 
         if not self.sqlite:
@@ -142,14 +144,15 @@ class Database:
             raw = autocommit.connection.driver_connection
             if raw is None:
                 raise StoreError("the connection to the store was lost; try again")
-            raw.execute("VACUUM")
+            raw.execute("VACUUM" if self.sqlite else "VACUUM FULL")
 
     def _check_space(self, connection: Connection) -> None:
         """Refuses a write that would leave too little room."""
         quota = self.config.quota_bytes
         if quota is not None and (size := self.size(connection)) >= quota:
             raise StoreFullError(
-                f"the store takes {size} bytes, its quota is {quota}; delete runs and `longstraw db gc`, or raise the quota"
+                f"the store takes {size} bytes, its quota is {quota}; "
+                "delete runs and `longstraw db gc --compact`, or raise the quota"
             )
         if self.path is not None and self.config.reserve_bytes:
             free = shutil.disk_usage(self.path.parent).free

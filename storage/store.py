@@ -132,7 +132,7 @@ class Store:
         there = select(RUNS.c.id).where(RUNS.c.id == key)
         if self.database.read(lambda connection: connection.execute(there).first()) is None:
             raise NotStoredError(f"run {run_id} is not in the store")
-        self.database.write(action)
+        self.database.write(action, frees=True)
 
     def add_group(self, run_id: str, task: Task, size: int, *, purpose: str = "train", policy_version: int = 0) -> str:
         """Adds a group of `size` trajectories of `task` to a run; returns its id. purpose is "train" or "eval"."""

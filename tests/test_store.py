@@ -19,7 +19,7 @@ from longstraw_agents.errors import (
     StoreFullError,
     TokenError,
 )
-from longstraw_agents.storage import Store, StoreConfig
+from longstraw_agents.storage import Store, StoreConfig, admin
 from longstraw_agents.types import StopReason, Task, ToolCall, Turn
 
 
@@ -319,6 +319,27 @@ def test_a_quota_is_a_clear_error(store_url: str) -> None:
     with Store.open(store_url) as store:
         assert store.trajectory(trajectory).turns == index
         assert len(store.turns(trajectory)) == index
+
+
+def test_the_reserve_is_for_deleting(store_url: str) -> None:
+    with Store.open(store_url) as store:
+        run, group = begin(store)
+        write(store, group, 0, [make_turn(index, 3000, 10) for index in range(300)])
+        kept = store.create_run("kept", {})
+    with Store.open(store_url) as store:
+        size = store.stats().size_bytes
+    with Store.open(store_url, config=StoreConfig(quota_bytes=size, reserve_bytes=2**62)) as store:
+        with pytest.raises(StoreFullError, match="quota"):
+            store.create_run("more", {})
+        store.delete_run(run)
+        assert admin.gc(store, compact=True).blobs > 300
+        assert [row.run_id for row in store.runs()] == [kept]
+    with Store.open(store_url) as store:
+        assert store.stats().size_bytes < size - 500_000
+    if "://" not in store_url:
+        with Store.open(store_url, config=StoreConfig(reserve_bytes=2**62)) as store:
+            with pytest.raises(StoreFullError, match="reserve"):
+                store.create_run("more", {})
 
 
 def test_the_models_are_what_the_migrations_make(store_url: str) -> None:
