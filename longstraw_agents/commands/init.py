@@ -86,6 +86,9 @@ alpha = 16.0
 max_action_tokens = 64      # one action
 max_trajectory_tokens = 2048
 
+[warm_start]                # a small model that never succeeds has nothing to learn from its own episodes:
+updates = 12                # the first updates imitate the environment's solver; 0 leaves that out
+
 [trainer.optimizer]
 learning_rate = 3e-4
 
