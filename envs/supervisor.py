@@ -207,17 +207,17 @@ def held(members: Sequence[int], folder: Path) -> tuple[int, int]:
 
 def _mapped(member: int, device: int, deleted: dict[int, int]) -> None:
     """Adds deleted files that a process holds by a mapping alone; what of them is on disk is at most what is mapped."""
-    number = f"{os.major(device):02x}:{os.minor(device):02x}"
+    disk_number = f"{os.major(device):02x}:{os.minor(device):02x}"
     mapped: dict[int, int] = {}
     with open(f"/proc/{member}/maps", errors="replace") as lines:
         for line in lines:
             if line.endswith("(deleted)\n"):
                 span, _, _, where, inode, *_ = line.split()
-                if where == number:
+                if where == disk_number:
                     first, last = (int(end, 16) for end in span.split("-"))
                     mapped[int(inode)] = mapped.get(int(inode), 0) + last - first
-    for inode, size in mapped.items():
-        deleted.setdefault(inode, size)
+    for number_of_file, size in mapped.items():
+        deleted.setdefault(number_of_file, size)
 
 
 def disk(folder: Path, most: float = math.inf) -> tuple[float, int]:
