@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: In the order in which they are started.
 KINDS = ("long", "truncated", "exact", "detached", "conventional", "flat", "tree", "ours", "trl")
 LONG = ("long", "truncated")
-#: Those that run on the last GPU; all others are on the first.
-LAST_GPU = (*LONG, "ours", "trl")
+GRADIENTS = ("exact", "detached", "conventional")
 POLL = 2.0  # seconds
 LOG_CHARS = 4000
 
@@ -39,10 +38,12 @@ def names(kinds: tuple[str, ...], seeds: int) -> list[str]:
 
 
 class Arms:
-    """The processes of all arms: at most `jobs` at once, shared out between the first GPU and the last."""
+    """The processes of all arms: at most `jobs` at once. Each long one has a GPU of its own, from the last one down; of those
+    that are left the gradient experiment has the first, the other two the last."""
 
     def __init__(self, waiting: list[str], jobs: int, gpus: int, work: Path, options: list[str]) -> None:
         self.waiting, self.jobs, self.gpus, self.work, self.options = waiting, jobs, gpus, work, options
+        self.kinds = {name.rpartition("-")[0] for name in waiting}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}
 
@@ -57,7 +58,7 @@ class Arms:
         return bool(self.running)
 
     def _start(self, name: str) -> None:
-        gpu = self.gpus - 1 if name.startswith(LAST_GPU) else 0
+        gpu = self._gpu(name.rpartition("-")[0])
         given = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": str(gpu),
@@ -67,6 +68,12 @@ class Arms:
         command = [sys.executable, "-m", "benchmarks.learning", "arm", name, *self.options]
         with open(self.work / f"{name}.log", "wb") as log:
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
+
+    def _gpu(self, kind: str) -> int:
+        long = [each for each in LONG if each in self.kinds]
+        if kind in long:
+            return max(0, self.gpus - 1 - long.index(kind))
+        return 0 if kind in GRADIENTS else max(0, self.gpus - len(long) - 1)
 
     def stop(self) -> None:
         """End what is still running."""
