@@ -9,6 +9,7 @@ each, the median counts; the first visit to a fresh server is reported beside it
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import subprocess
@@ -190,6 +191,7 @@ def main() -> None:
     slowest = max(found, key=lambda page: found[page][0])
     first = max(found, key=lambda page: found[page][1])
     extra = {"page": slowest, "pages": len(found), "slowest_first_visit_ms": round(found[first][1]), "first_visit_page": first}
+    extra["load"] = round(os.getloadavg()[0], 1)  # what else the machine did meanwhile
     print(f"slowest: {found[slowest][0]:.0f} ms, {slowest}; slowest first visit: {found[first][1]:.0f} ms, {first}")
     if arguments.record:
         figures.record("operate.view_page_ms", found[slowest][0], "ms", trials=VISITS, extra=extra)
