@@ -107,12 +107,13 @@ def timed(device: str, work: Callable[[], object]) -> float:
 
 
 def capture(engine: Engine, tokens: np.ndarray, chunk: int) -> StateCache:
-    """The whole prefix under the current weights, keeping nothing: what a refresh is compared with."""
+    """The whole prefix under the current weights, keeping nothing: what a refresh is compared with. As in any capture of inputs
+    without loss, each run ends when the last layer's state is written."""
     state = make_state(engine.base, len(tokens))
     with engine.attached(), torch.no_grad():
         for start in range(0, len(tokens), chunk):
             part = tokens[None, start : start + chunk]
-            engine.decode(part, Run(start, part.shape[1], 1, writes=True, gradient=False), state)
+            engine.decode(part, Run(start, part.shape[1], 1, writes=True, gradient=False, hidden=False), state)
             state.collect()
     return state
 

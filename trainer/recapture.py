@@ -217,8 +217,9 @@ class FreshStates:
     def capture(self, span: Span, inputs_T: TokenArray, state: StateCache, *, run_anyway: bool = False) -> Tensor | None:
         """Bring the state of a span into `state`, which holds all before it: taken over, run from the frontier, or run whole.
 
-        Returns the hidden states [1, T, C] of the run, or None where none was needed; `run_anyway` asks for one. Raises
-        StaleStateError, and keeps nothing, if the weights changed.
+        Returns the hidden states [1, T, C] of the run where `run_anyway` asks for them; None where no run was needed, and nothing of
+        use where one was only for the state: it ends as soon as that is written. Raises StaleStateError, and keeps nothing, if the
+        weights changed.
         """
         self.require()
         known = any(self._shelf.stamps(f"{span.chain}-{part}") is not None for part in self._parts)
@@ -230,7 +231,7 @@ class FreshStates:
             self._count("hit", span)
             return None
         entry = self._entry(below)
-        hidden = self._run(span, inputs_T, state, entry)
+        hidden = self._run(span, inputs_T, state, entry, wanted=run_anyway)
         if below is not None and above is not None:
             self._count("run_anyway", span)
         else:
@@ -274,8 +275,9 @@ class FreshStates:
 
     # -- parts ----------------------------------------------------------------------------------------------------------
 
-    def _run(self, span: Span, inputs_T: TokenArray, state: StateCache, entry: Entry | None) -> Tensor:
-        run = Run(span.start, span.stop - span.start, 1, writes=True, gradient=False)
+    def _run(self, span: Span, inputs_T: TokenArray, state: StateCache, entry: Entry | None, *, wanted: bool) -> Tensor:
+        wanted |= self._frontier == len(state.layers)  # then what is kept is the last layer's output
+        run = Run(span.start, span.stop - span.start, 1, writes=True, gradient=False, hidden=wanted)
         with kept_input(self._engine.decoder, self._frontier) as kept:
             hidden = self._engine.decode(inputs_T[None], run, state, entry)
         state.collect()
