@@ -217,9 +217,9 @@ class FreshStates:
     def capture(self, span: Span, inputs_T: TokenArray, state: StateCache, *, run_anyway: bool = False) -> Tensor | None:
         """Bring the state of a span into `state`, which holds all before it: taken over, run from the frontier, or run whole.
 
-        Returns the hidden states [1, T, C] of the run where `run_anyway` asks for them; None where no run was needed, and nothing of
-        use where one was only for the state: it ends as soon as that is written. Raises StaleStateError, and keeps nothing, if the
-        weights changed.
+        Returns the hidden states [1, T, C] of the run where `run_anyway` asks for them; None where no run was needed, and nothing
+        of use where one was only for the state: it ends as soon as that is written. Raises StaleStateError, and keeps nothing, if
+        the weights changed.
         """
         self.require()
         known = any(self._shelf.stamps(f"{span.chain}-{part}") is not None for part in self._parts)
