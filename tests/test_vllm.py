@@ -93,20 +93,25 @@ def test_in_process_adapters_and_sampling(engine: VLLMPolicy, model: Any, adapte
         assert (got.behaviour >= own(model, got) - 1e-3).all()  # renormalized over fewer tokens
     (greedy,) = sample(engine, 1, sampling=Sampling(temperature=0.0))
     assert not greedy.behaviour.any()
-    engine.pause()  # a CPU's engine gives no memory up, but it stops and says that it sleeps
-    with pytest.raises(PolicyError, match="asleep"):
-        sample(engine, 1)
-    engine.refresh(8, adapter)
-    for got in sample(engine):
-        np.testing.assert_allclose(got.behaviour, own(model, got), atol=1e-3)
-        assert got.version == 8
     first, again = sample(engine), sample(engine)
     assert [got.ids.tolist() for got in first] == [got.ids.tolist() for got in again]
     with pytest.raises(AdapterError, match="did not take"):
-        engine.refresh(9, tmp_path / "nowhere")
-    engine.refresh(10, None)
+        engine.refresh(8, tmp_path / "nowhere")
+    engine.refresh(9, None)
     for got in sample(engine, 1):
         np.testing.assert_allclose(got.behaviour, own(model, got, adapted=False), atol=1e-3)
+
+
+def test_the_engine_sleeps_and_wakes_with_the_new_adapter(engine: VLLMPolicy, model: Any, adapter: Path) -> None:
+    """A CPU's engine gives no memory up, but it stops, and says that it sleeps."""
+    engine.refresh(20)
+    engine.pause()
+    with pytest.raises(PolicyError, match="asleep"):
+        sample(engine, 1)
+    engine.refresh(21, adapter)
+    for got in sample(engine, 2):
+        np.testing.assert_allclose(got.behaviour, own(model, got), atol=1e-3)
+        assert got.version == 21
 
 
 def test_bad_settings_are_refused() -> None:
