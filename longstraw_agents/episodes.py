@@ -138,8 +138,7 @@ def make_registered(task: Task) -> gymnasium.Env[str, str]:
     """
     module, _, env_id = task.env_id.rpartition(":")
     try:
-        if module:
-            importlib.import_module(module)
+        importlib.import_module(module or "longstraw_agents.envs")  # another process (Ray's) knows neither yet
         gymnasium.spec(env_id)
     except (ImportError, gymnasium.error.Error) as error:
         raise ConfigError(

@@ -49,7 +49,7 @@ from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
 #: What may differ between a run's stored configuration and the one it goes on with.
 MAY_CHANGE = (
     "run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.", "policy.", "metrics.",
-    "parallel.",
+    "parallel.", "collect.workers", "collect.ray_", "collect.concurrency",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'longstraw-agents[ray]'")
 
+import letters
+from click.testing import CliRunner
+
+from longstraw_agents import config as toml
+from longstraw_agents.cli import main
 from longstraw_agents.collection import CollectConfig, CollectResult, collect
 from longstraw_agents.errors import ConfigError
 from longstraw_agents.storage import Store
@@ -45,6 +51,19 @@ def test_a_host_that_dies_is_replaced(store: Store, tmp_path: Path) -> None:
     result = run(store, tasks, "ray", make=make_dying)
     assert (tmp_path / "mark").exists() and result.complete
     assert not result.progress.failures and result.progress.retried > 0
+
+
+def test_the_command_spreads_a_runs_environments(tmp_path: Path) -> None:
+    config = letters.letters_config(letters.make_model(tmp_path / "model"), tmp_path / "run")
+    path = tmp_path / "run.toml"
+    path.write_text(toml.dump(replace(config, tasks=replace(config.tasks, env="longstraw/Lookup-v0"))))
+    collected = CliRunner().invoke(main, ["collect", str(path), "--workers", "ray"])
+    assert collected.exit_code == 0, collected.output
+    with Store.open(str(tmp_path / "run" / "store.sqlite")) as store:
+        assert [group.complete for group in store.groups("r1")] == [True, True]
+        assert store.runs()[0].config["collect"]["workers"] == "ray"
+    again = CliRunner().invoke(main, ["collect", str(path), "--workers", "threads"])  # where they run is nothing that counts
+    assert again.exit_code == 0, again.output
 
 
 def test_a_wrong_environment_is_the_users_mistake_there_too(store: Store) -> None:

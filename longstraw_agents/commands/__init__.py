@@ -33,6 +33,21 @@ def run_options(command: F) -> F:
     return argument(settings(command))
 
 
+def workers_option(command: F) -> F:
+    """The option `--workers threads|ray`, which is short for `--set collect.workers=...`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, workers: str | None, settings: tuple[str, ...], **kwargs: Any) -> Any:
+        chosen = () if workers is None else (f"collect.workers={workers}",)
+        return command(*args, settings=(*settings, *chosen), **kwargs)
+
+    option = click.option(
+        "--workers", type=click.Choice(["threads", "ray"]),
+        help="Where environments run: in threads here, or spread over a Ray cluster ([collect] ray_address, ray_workers).",
+    )  # fmt: skip
+    return option(run)  # type: ignore[return-value]
+
+
 def nproc_option(command: F) -> F:
     """The option `--nproc N`: the command runs as N processes, of which this one only waits for the others."""
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from longstraw_agents.commands import open_loop, run_options
+from longstraw_agents.commands import open_loop, run_options, workers_option
 from longstraw_agents.terminal import json_option, write_json
 
 
 @click.command()
 @run_options
+@workers_option
 @json_option
 def collect(configuration: Path, settings: tuple[str, ...], json_path: Path | None) -> None:
     """Collect the groups of the next update of CONFIG.toml, or what is missing of them. `longstraw train` uses them."""
