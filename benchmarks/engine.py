@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py rate --record     tokens/s of collection, as a fraction of calling the engine directly
     python benchmarks/engine.py loop --record     the demo with vLLM as its sampler, float32: per-token log-probability difference
+    python benchmarks/engine.py tell --record     the same from what an interrupted `loop` has stored
 
 rate: one engine, the same requests, taken in turns: collected from an environment into a store, and given to the engine directly.
 """
@@ -17,7 +18,6 @@ import time
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import longstraw_agents.envs  # noqa: F401  registers the environments
 from longstraw_agents import figures
@@ -28,9 +28,6 @@ from longstraw_agents.rendering import ChatML
 from longstraw_agents.storage import Store
 from longstraw_agents.trainer.models import smollm2_folder
 from longstraw_agents.types import Task
-
-if TYPE_CHECKING:
-    from longstraw_agents.loop import Loop
 
 EPISODES, TOKENS = 32, 32
 
@@ -132,31 +129,39 @@ def loop(arguments: argparse.Namespace) -> None:
             run.collect()
             run.train()
         run.evaluate("after")
-        report = run.report()
-        steps = [step for row in run.store.steps(run.run_id) for step in row.receipt["steps"][:1]]
         print(run.summary())
-        shape = {"updates": len(steps), "groups": arguments.groups, "samples": arguments.samples}
-        served = {"tokens_compared": _loss_tokens(run), "adapter_norm": _adapter_norm(run.step_folder)}
-    differences = [step["metrics"]["mismatch_max"] for step in steps]
-    rewards = [row["reward"] for row in report["updates"]]
-    success = {name: modes["sampled"]["success"] for name, modes in report["evaluations"].items()}
-    print(f"success {success}; rewards {rewards}; {served}")
-    print(f"largest difference of a token's log-probability in each update: {differences}")
+    tell(arguments)
+
+
+def tell(arguments: argparse.Namespace) -> None:
+    """What the loop's folder holds so far: it needs no engine, so an interrupted run can be told and recorded."""
+    with Store.open(str(arguments.folder / "store.sqlite"), create=False) as store:
+        (run,) = store.runs()
+        rows = store.steps(run.run_id)
+        success = {row.name: row.metrics["sampled"]["score"]["success"] for row in store.evaluations(run.run_id)}
+        groups = {group.group_id: group.policy_version for group in store.groups(run.run_id, purpose="train")}
+    served = [groups[row.group_ids[0]] for row in rows]
+    differences = [row.receipt["steps"][0]["metrics"]["mismatch_max"] for row in rows]
+    extra = {
+        "rewards": [round(row.receipt["collected"]["reward"], 4) for row in rows],
+        "success": success,
+        "by_update": differences,
+        "tokens_compared": [row.receipt["tokens"]["loss"] for row in rows],
+        "adapter_served": served,
+        "adapter_norm": _adapter_norm(arguments.folder / "steps" / f"{len(rows) - 1:06d}"),
+        "tasks": {name: run.config["tasks"][name] for name in ("groups", "samples")},
+        "vllm": _version(),
+    }
+    print(f"largest difference of a token's log-probability {max(differences)}; {extra}")
     if arguments.record:
-        extra = {**shape, **served, "success": success, "rewards": rewards, "by_update": differences, "vllm": _version()}
-        sizes = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("updates", "tasks", "groups", "samples"))
+        sizes = f"--updates {len(rows)} --tasks {run.config['evaluate']['tasks']}"
         command = f"python benchmarks/engine.py loop {sizes} --record"  # the folder is whoever's
         trials = len(differences)
         figures.record("collect.vllm_float32_logprob_difference", max(differences), command=command, trials=trials, extra=extra)
 
 
-def _loss_tokens(run: Loop) -> int:
-    """Sampled tokens whose log-probabilities were compared, over all updates."""
-    return sum(int(row.receipt["tokens"].get("loss", 0)) for row in run.store.steps(run.run_id))
-
-
 def _adapter_norm(folder: Path) -> float:
-    """Of all B matrices of the last adapter served: 0 would mean that the base model alone was compared."""
+    """Of all B matrices of the last adapter that was compared: 0 would mean that the base model alone was."""
     from safetensors.numpy import load_file
 
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -179,7 +184,7 @@ def _installed(name: str) -> bool:
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["rate", "loop"])
+    parser.add_argument("part", choices=["rate", "loop", "tell"])
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
@@ -191,7 +196,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
-    {"rate": rate, "loop": loop}[arguments.part](arguments)
+    {"rate": rate, "loop": loop, "tell": tell}[arguments.part](arguments)
 
 
 if __name__ == "__main__":
