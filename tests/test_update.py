@@ -19,9 +19,9 @@ from longstraw_agents.types import Group
 from tests import models, traces
 
 TEMPERATURE = 0.7
-LOSS = LossConfig("dapo", kl_weight=0.3, entropy_weight=0.05)
 OPTIMIZER = OptimizerConfig(3e-3, weight_decay=0.1, clip=0.5)
-STEPS = 2
+EVERYTHING = LossConfig("dapo", kl_weight=0.3, entropy_weight=0.05)
+WITHOUT_SCORES = LossConfig("gspo", mismatch_cap=None, entropy_weight=0.05)  # its first step needs none
 
 
 def scored(model: torch.nn.Module, groups: list[Group]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,9 @@ def scored(model: torch.nn.Module, groups: list[Group]) -> tuple[torch.Tensor, t
     return torch.cat(logp), torch.cat(entropy)
 
 
-def plain_loop(model: torch.nn.Module, reference: torch.nn.Module | None, updates: list[list[Group]]) -> list[float]:
+def plain_loop(
+    model: torch.nn.Module, reference: torch.nn.Module | None, updates: list[list[Group]], loss: LossConfig, steps: int
+) -> list[float]:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
     parts = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -46,12 +48,12 @@ def plain_loop(model: torch.nn.Module, reference: torch.nn.Module | None, update
     for groups in updates:
         kept, old = prepare(groups).kept, None
         with torch.no_grad(), nullcontext() if reference is not None else model.disable_adapter():
-            fixed = scored(reference or model, groups)[0]
-        for _ in range(STEPS):
+            fixed = scored(reference or model, groups)[0] if loss.kl_weight else None
+        for _ in range(steps):
             optimizer.zero_grad()
             logp, entropy = scored(model, groups)
             old = logp.detach() if old is None else old
-            value, _ = policy_loss(logp, make_batch(kept, old, fixed), LOSS, entropy)
+            value, _ = policy_loss(logp, make_batch(kept, old, fixed), loss, entropy)
             value.backward()
             norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm().item()
             for p in trained:
@@ -61,20 +63,30 @@ def plain_loop(model: torch.nn.Module, reference: torch.nn.Module | None, update
     return losses
 
 
-@pytest.mark.parametrize(("name", "training"), [("gemma3", "full"), ("qwen3_5", "lora")])
-def test_updates_on_several_groups_make_the_plain_loop_s_steps(name: str, training: str) -> None:
-    """Two groups an update, two steps on them, KL, entropy, mismatch weights, temperature, decay, clipping; tied embeddings."""
+@pytest.mark.parametrize(
+    ("name", "training", "loss", "steps"),
+    [
+        ("gemma3", "full", EVERYTHING, 2),
+        ("qwen3_5", "lora", EVERYTHING, 2),
+        ("gemma3", "lora", WITHOUT_SCORES, 1),
+        ("llama", "lora", WITHOUT_SCORES, 2),
+    ],
+)
+def test_updates_on_several_groups_make_the_plain_loop_s_steps(name: str, training: str, loss: LossConfig, steps: int) -> None:
+    """Two groups an update, one or two steps on them, KL, entropy, mismatch weights, temperature, decay, clipping, tied
+    embeddings."""
     groups = traces.groups(4)
     updates = [groups[:2], groups[2:]]
     model = models.build(name, training=training, dtype=torch.float64)
     twin, reference = copy.deepcopy(model), copy.deepcopy(model) if training == "full" else None
-    config = TrainerConfig(ReplayConfig(chunk=33, temperature=TEMPERATURE), LOSS, optimizer=OPTIMIZER, steps=STEPS)
+    config = TrainerConfig(ReplayConfig(chunk=33, temperature=TEMPERATURE), loss, optimizer=OPTIMIZER, steps=steps)
     with lifted():
-        wanted = plain_loop(twin, reference, updates)
+        wanted = plain_loop(twin, reference, updates, loss, steps)
         trainer = Trainer(model, config, reference=reference)
         receipts = [trainer.update(part) for part in updates]
     found = [step.loss for receipt in receipts for step in receipt.steps]
-    assert found == pytest.approx(wanted, abs=1e-10) and len(set(found)) == 4
+    assert found == pytest.approx(wanted, abs=1e-10) and len(set(found)) == 2 * steps
     assert all(receipt.steps[0].gradient_norm > 0.5 for receipt in receipts)  # clipping did something
+    assert all((receipt.inputs["score"] > 0) == (loss is EVERYTHING or steps > 1) for receipt in receipts)
     for (label, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert float((ours - theirs).detach().abs().max()) < 1e-8, label
