@@ -167,6 +167,8 @@ class Loop:
         self.policy.close()
         self.metrics.close()
         self.store.close()
+        # the name of a finished loop often lives on while the next one loads its model: never two of them in memory
+        del self.model, self.trainer, self.policy
 
     @property
     def done(self) -> int:

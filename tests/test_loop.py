@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_a_run_stores_trains_and_evaluates(config: RunConfig) -> None:
         assert "reward" in loop.summary() and str(loop.step_folder) in loop.summary()
         assert json.loads((loop.step_folder / "receipt.json").read_text())["last_version"] == loop.trainer.version
     json.dumps(report)
+
+
+def test_a_finished_loop_keeps_no_model(config: RunConfig) -> None:
+    with Loop(config) as loop:
+        loop.collect()
+        loop.train()
+        model = weakref.ref(loop.model)
+    assert loop.config is config and model() is None
 
 
 def test_the_saved_adapter_gives_the_same_logits_in_plain_peft(config: RunConfig, model_folder: str) -> None:
