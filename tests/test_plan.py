@@ -116,6 +116,7 @@ def test_the_chunk_the_longest_context_and_what_to_change(folder: Callable[..., 
     assert at(tight.largest) <= 1.01 * tight.budget < at(int(1.1 * tight.largest))
     peaks = {change.what.split(" ")[0]: change.peak for change in poor.changes}
     assert set(peaks) == {"states", "gradient", "adapting", "2", "4", "8"} and max(peaks.values()) < poor.forecast.peak
+    assert peaks["adapting"] < poor.forecast.peak - 10**7  # half of the cotangents
 
 
 def test_the_command_says_whether_it_fits(folder: Callable[..., str], tmp_path: Path) -> None:

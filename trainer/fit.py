@@ -69,7 +69,7 @@ def plan(model: nn.Module, config: PlanConfig, rates: Rates = H200, say: Say = l
 
 
 def _choose(model: nn.Module, config: PlanConfig, budget: int, rates: Rates, say: Say) -> Forecast:
-    """The largest chunk that fits, with kept outputs where that leaves enough of one; the smallest where none fits."""
+    """The largest chunk that fits, with kept outputs where that leaves enough of one; a usual one where none fits."""
     kept = [config.outputs] if config.outputs is not None else [True, False] if config.gradient == "exact" else [False]
     for outputs in kept:
         if config.chunk is not None:
@@ -87,7 +87,7 @@ def _choose(model: nn.Module, config: PlanConfig, budget: int, rates: Rates, say
             found = forecast(model, config, chunk, outputs, rates)
             if found.peak <= budget:
                 return found
-    return found
+    return found if config.chunk is not None else forecast(model, config, min(_PROBES[1], config.context), outputs, rates)
 
 
 def _largest(model: nn.Module, config: PlanConfig, budget: int, rates: Rates) -> int:

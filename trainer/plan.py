@@ -235,9 +235,10 @@ class _Walk:
     def _replay(self) -> None:
         rows, runs = self._packs()
         exact = self.config.gradient == "exact"
-        for layer in self._attention() if exact else ():
-            for stack in (layer.keys, layer.values):
-                stack._cotangent(0)
+        for layer in self.state.layers[self.state.frontier :] if exact else ():
+            if isinstance(layer, AttentionState):
+                layer.keys._cotangent(0)
+                layer.values._cotangent(0)
         self._move()
         self.live.begin()
         cut = 0 if exact else self.prompt
