@@ -29,8 +29,7 @@ def collector(url: str, run_id: str, number: int, groups: int) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     renderer = ChatML(tokenizer)
-    (stop_id,) = renderer.stop_ids
-    policy = ScriptedPolicy(lambda request: 'stock("egg")', lambda text: tokenizer(text)["input_ids"], stop_id)
+    policy = ScriptedPolicy(lambda request: 'stock("egg")', lambda text: tokenizer(text)["input_ids"], renderer.end_id)
     tasks = [Task("longstraw/Lookup-v0", seed=1000 * number + index) for index in range(groups)]
     with Store.open(url) as store:
         config = CollectConfig(max_action_tokens=32)
