@@ -20,7 +20,7 @@ def accumulated(model: nn.Module) -> Iterator[None]:
     """Within the block, what back-propagation leaves in 16-bit parameters' `.grad` goes to a float32 sum; on exit the sum is
     added to what `.grad` was before. Costs four bytes for each such parameter, within the block."""
     chosen = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4]
-    sums = {p: None if p.grad is None else p.grad.to(torch.float32) for p in chosen}
+    sums: dict[Tensor, Tensor | None] = {p: None if p.grad is None else p.grad.to(torch.float32) for p in chosen}
 
     def take(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -37,5 +37,5 @@ def accumulated(model: nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         while sums:  # one after the other, so that sums and gradients are not held twice
-            parameter, total = sums.popitem()
-            parameter.grad = None if total is None else total.to(parameter.dtype)
+            owner, total = sums.popitem()
+            owner.grad = None if total is None else total.to(owner.dtype)

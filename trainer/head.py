@@ -167,7 +167,7 @@ def passes_check(head: Head, fused: Fused, tokens: int = 256, ratio: float = 1.2
             leaves[1] = part.weight
             logp, _ = Head(part, head.softcap).logp(leaves[0], target, entropy=False)
         else:
-            logp = kernel(*leaves, target, head.softcap)
+            logp = kernel(leaves[0], leaves[1], target, head.softcap)
         return [logp.detach(), *torch.autograd.grad((c * logp).sum(), leaves)]
 
     wanted, own = run(None, torch.float32), run(None, weight.dtype)

@@ -68,6 +68,8 @@ class Placement:
 class HostStack(Stack):
     """A stack in pinned host memory. `read` gives a copy on the device; cotangents are added to on the device and put back."""
 
+    page: int
+
     def __init__(self, capacity: int, page: int) -> None:
         super().__init__(capacity)
         self.page = page
