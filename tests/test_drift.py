@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from longstraw_agents.trainer.models import SMOLLM2, cache_folder  # noqa: E402
+from longstraw_agents.trainer.models import SMOLLM2, cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
