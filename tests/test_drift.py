@@ -1,4 +1,4 @@
-"""Twenty steps of real gradients on a prefix of 2,048 tokens of SmolLM2: what the frontier keeps, and what approximation leaves."""
+"""Twenty steps of real gradients on 2,048 tokens of SmolLM2: what the frontier keeps, and what approximation leaves."""
 
 from __future__ import annotations
 
