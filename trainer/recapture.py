@@ -276,7 +276,7 @@ class FreshStates:
     # -- parts ----------------------------------------------------------------------------------------------------------
 
     def _run(self, span: Span, inputs_T: TokenArray, state: StateCache, entry: Entry | None, *, wanted: bool) -> Tensor:
-        wanted |= self._frontier == len(state.layers)  # then what is kept is the last layer's output
+        wanted |= self._frontier == len(self.stamps.states)  # then what is kept is the last layer's output
         run = Run(span.start, span.stop - span.start, 1, writes=True, gradient=False, hidden=wanted)
         with kept_input(self._engine.decoder, self._frontier) as kept:
             hidden = self._engine.decode(inputs_T[None], run, state, entry)
