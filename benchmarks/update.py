@@ -32,6 +32,9 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import long_shapes
 from longstraw_agents import figures
 from longstraw_agents.phases import peak_mib, reset_peak
 from longstraw_agents.trainer import comparison
@@ -39,27 +42,15 @@ from longstraw_agents.trainer.loss import LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.models import LoraSettings, ModelConfig, load_model, smollm2_folder
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
-from longstraw_agents.types import Group, StopReason, Task, Trajectory
+from longstraw_agents.types import Group
 
 PREFIX, BRANCH, COMMAND = 2000, 256, "python benchmarks/update.py --record"
 RESULTS = figures.ROOT / "docs" / "results" / "update.json"
 
 
-def make_group(size: int, vocabulary: int = 49152) -> Group:
+def make_group(size: int) -> Group:
     """`size` trajectories that share PREFIX tokens and have BRANCH sampled ones each; rewards 0, 1, 0, 1, ..."""
-    random = np.random.default_rng(0)
-    prefix = random.integers(100, vocabulary, PREFIX)
-    mask = np.r_[np.zeros(PREFIX, bool), np.ones(BRANCH, bool)]
-    members = []
-    for index in range(size):
-        tokens = np.r_[prefix, random.integers(100, vocabulary, BRANCH)].astype(np.int32)
-        members.append(
-            Trajectory(
-                str(index), tokens, mask, np.where(mask, -1.0, np.nan).astype(np.float32),
-                np.where(mask, 0, -1).astype(np.int32), (len(tokens),), (0.0,), float(index % 2), StopReason.ANSWERED,
-            )  # fmt: skip
-        )
-    return Group("benchmark", Task("synthetic", 0), tuple(members))
+    return long_shapes.make_group(PREFIX, BRANCH, size, vocabulary=49152)
 
 
 def make_model() -> torch.nn.Module:
