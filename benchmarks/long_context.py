@@ -11,6 +11,7 @@ Stages (`--stages a,b,...`), each of which says what it does, and writes its num
     positions   one update (`--model`, `--gradient`) at `--context` positions, with the capture's share of the kernel's own
                 rate. `--deadline` seconds after its start it stops at a chunk's border and reports how far it came
     peaks       peak memory of exact and detached updates on six shapes, for `longstraw plan`'s forecast to be held against
+    curves      time, peak memory and the capture's share of the kernel's rate by length and by G, beside conventional
     paged       a gradient with states in host memory under a budget below their size, against the same on the device
 
 Conventional: transformers + PEFT, activation checkpointing, members in series, logits only on the response, no KL. Weights are
@@ -31,63 +32,17 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.long_conventional import conventional_member, with_our_kernel
+from benchmarks.long_curves import stage_curves
 from benchmarks.long_exactness import stage_exactness
 from benchmarks.long_runs import say, timed, timed_once, trainer
 from benchmarks.long_shapes import DEVICE, SHAPES, build, make_group
 from benchmarks.long_stages import Save, stage_paged, stage_peaks, stage_positions
 from longstraw_agents import figures
-from longstraw_agents.trainer import conventional, kernels
-from longstraw_agents.types import Trajectory
-
-
-def with_our_kernel() -> str:
-    """Register the chosen fast kernel as an ordinary attention function, so that conventional training can use it too."""
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            kernel = kernels.choose(q, k, v)
-            assert kernel is not None
-            out, lse = kernel.forward(q, k, v, True, scale)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.kernel, ctx.scale = kernel, scale
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, dout: Tensor) -> Any:
-            q, k, v, out, lse = ctx.saved_tensors
-            return *ctx.kernel.backward(dout.contiguous(), q, k, v, out, lse, True, ctx.scale), None
-
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any) -> Any:
-        return Attention.apply(q, k, v, scaling).transpose(1, 2), None
-
-    transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register("benchmark_kernel", attention)
-    transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("benchmark_kernel", lambda *a, **k: None)
-    return "benchmark_kernel"
-
-
-def conventional_member(model: nn.Module, trajectory: Trajectory, attention: str) -> dict[str, Any]:
-    """One scoring pass, and one forward and backward with activation checkpointing, of one member."""
-    config = model.get_base_model().config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, attention
-    positions = conventional.loss_positions(trajectory)
-    try:
-        with torch.no_grad():
-            _, score = timed(lambda: conventional.log_probabilities(model, trajectory.tokens, positions))
-
-        def train() -> None:
-            logp = conventional.log_probabilities(model, trajectory.tokens, positions, checkpointing=True)
-            (logp.sum() / 1000).backward()
-
-        _, step = timed(train)
-    finally:
-        config._attn_implementation = before
-        model.zero_grad()
-    return {"score": score, "train": step, "seconds": score["seconds"] + step["seconds"]}
+from longstraw_agents.trainer import kernels
 
 
 def stage_kernels(options: argparse.Namespace, save: Save) -> dict[str, Any]:
@@ -165,7 +120,7 @@ def stage_memory(options: argparse.Namespace, save: Save) -> dict[str, Any]:
 
 STAGES = {
     "kernels": stage_kernels, "exactness": stage_exactness, "speed": stage_speed, "memory": stage_memory,
-    "positions": stage_positions, "peaks": stage_peaks, "paged": stage_paged,
+    "positions": stage_positions, "peaks": stage_peaks, "paged": stage_paged, "curves": stage_curves,
 }  # fmt: skip
 
 
@@ -221,6 +176,8 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, help="seconds after which an update stops at a chunk's border")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two lines of progress")
     parser.add_argument("--memory-prompt", type=int, default=131072)
+    parser.add_argument("--lengths", default="32768,65536,131072,262144,524288", help="prompts of the curves")
+    parser.add_argument("--conventional-to", type=int, default=262144, help="the longest prompt of a conventional member there")
     parser.add_argument("--exactness-tokens", type=int, default=32768)
     parser.add_argument("--exactness-models", default="smollm2_135m,hybrid_2b")
     parser.add_argument("--rate-queries", type=int, default=16384)

@@ -69,6 +69,7 @@ def stage_positions(options: argparse.Namespace, save: Save) -> dict[str, Any]:
         "finished": True, "by_kind": dict(receipt.seconds), "inputs": dict(receipt.inputs), "phases": receipt.phases,
         "state_bytes": receipt.state_bytes, "kernels": receipt.setting["kernels"], "flips": dict(receipt.flips),
         "gradient_norm": receipt.steps[0].gradient_norm, "versions": versions(("torch", "transformers", "peft")),
+        "receipt": receipt.to_dict(),
     }  # fmt: skip
     say(f"finished in {measured['seconds']} s")
     save(result)
