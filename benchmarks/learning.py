@@ -65,7 +65,7 @@ class Arms:
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *([given] if given else [])]),
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.learning", "arm", name, *self.options]
+        command = [sys.executable, "-m", "benchmarks.learning", "arm", name, *self.options, *self._memory(name)]
         with open(self.work / f"{name}.log", "wb") as log:
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
 
@@ -74,6 +74,15 @@ class Arms:
         if kind in long:
             return max(0, self.gpus - 1 - long.index(kind))
         return 0 if kind in GRADIENTS else max(0, self.gpus - len(long) - 1)
+
+    def _memory(self, name: str) -> list[str]:
+        """The option that keeps two long arms on one GPU from taking each other's memory, and what other arms there need."""
+        kind = name.rpartition("-")[0]
+        on = [self._gpu(each) for each in self.kinds]
+        if kind not in LONG or on.count(self._gpu(kind)) == 1:
+            return []
+        sharing = sum(self._gpu(each) == self._gpu(kind) for each in self.kinds if each in LONG)
+        return ["--memory", str((0.96 if on.count(self._gpu(kind)) == sharing else 0.6) / sharing)]
 
     def stop(self) -> None:
         """End what is still running."""
@@ -151,13 +160,14 @@ def _write(out: Path, values: dict[str, Any]) -> None:
 @click.argument("name")
 @shared
 @click.option("--until", default=None, type=float, help="Unix time at which to end; by default in an hour.")
-def arm(name: str, scale: str, model: str, device: str, work: Path, until: float | None) -> None:
+@click.option("--memory", default=None, type=float, help="Share of the GPU's memory that a long arm may take; all by default.")
+def arm(name: str, scale: str, model: str, device: str, work: Path, until: float | None, memory: float | None) -> None:
     """Run the arm NAME, such as exact-0."""
     from benchmarks.learning_arms import Arm, run_arm, run_trl
     from benchmarks.learning_long import run_long
 
     work.mkdir(parents=True, exist_ok=True)
-    found = Arm(name, model, device, scale, work / name, work / f"{name}.json", until or time.time() + 3600)
+    found = Arm(name, model, device, scale, work / name, work / f"{name}.json", until or time.time() + 3600, memory)
     if found.kind not in KINDS:
         raise click.BadParameter(f"{name}: an arm is one of {', '.join(KINDS)} and a seed, such as exact-0")
     run = run_long if found.kind in LONG else run_trl if found.kind == "trl" else run_arm

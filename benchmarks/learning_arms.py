@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.receipt import versions
 from longstraw_agents.trainer.replay import ReplayConfig, Scores
 from longstraw_agents.trainer.update import TrainerConfig
+from longstraw_agents.types import FAILED
 from longstraw_agents.warmstart import WarmStart
 
 GRADIENTS = ("exact", "detached", "conventional")
@@ -70,7 +71,8 @@ SCALES = {"full": Scale(), "small": Scale(2, 3, 1, 2, 2, 2, 1, 600)}
 
 @dataclass(frozen=True)
 class Arm:
-    """One training. name: kind and seed, "exact-0"; folder: where its run lives; out: its progress file; deadline: Unix time."""
+    """One training. name: kind and seed, "exact-0"; folder: where its run lives; out: its progress file; deadline: Unix time;
+    memory: the share of the GPU's that it may take, None for all."""
 
     name: str
     model: str
@@ -79,6 +81,7 @@ class Arm:
     folder: Path
     out: Path
     deadline: float
+    memory: float | None = None
 
     @property
     def kind(self) -> str:
@@ -216,20 +219,21 @@ class Watch:
         self.sampled, self.seconds = 0, 0.0
         self.begin(deadline)
 
-    def begin(self, deadline: float) -> None:
-        """Begin a stage that ends at a Unix time; its updates take as long as they take."""
-        self.deadline, self.longest = deadline, 0.0
+    def begin(self, deadline: float, guess: float = 0.0) -> None:
+        """Begin a stage that ends at a Unix time; guess: seconds of its first update."""
+        self.deadline, self.guess, self.longest = deadline, guess, 0.0
 
     def has_time(self) -> bool:
-        """Whether an update that takes as long as the longest so far ends before the deadline."""
-        return time.time() + 1.2 * self.longest < self.deadline
+        """Whether an update that takes as long as the stage's longest so far ends before the deadline."""
+        return time.time() + 1.2 * (self.longest or self.guess) < self.deadline
 
-    def update(self, **more: Any) -> None:
-        """Collect and train once. `seconds` and `sampled` (tokens) are sums over the updates, evaluations apart."""
+    def update(self, **more: Any) -> dict[str, Any]:
+        """Collect and train once; gives the receipt. `seconds` and `sampled` (tokens) are sums over the updates, evaluations
+        apart."""
         loop, began, sampled = self.loop, time.time(), self.loop.policy.report()["sampled"]
         loop.collect()
         self.sampled += loop.policy.report()["sampled"] - sampled
-        receipt = loop.train()
+        receipt: dict[str, Any] = loop.train()
         took = time.time() - began
         self.seconds, self.longest = self.seconds + took, max(self.longest, took)
         collected, step = receipt["collected"], receipt["steps"][-1] if receipt["steps"] else {}
@@ -240,11 +244,12 @@ class Watch:
             {
                 "update": loop.done, "reward": collected["reward"], "success": collected["success"],
                 "entropy": collected["entropy"], "degenerate": collected["degenerate"],
-                "skipped": len(receipt["skipped"]), "loss": step.get("loss"),
+                "skipped": len(receipt["skipped"]), "failed": collected["failed"], "loss": step.get("loss"),
                 "norm": step.get("gradient_norm"), "metrics": step.get("metrics", {}), "tokens": receipt["tokens"],
                 "seconds": self.seconds, "sampled": self.sampled, "phases": loop.phases.as_dict(), **peaks, **more,
             },
         )  # fmt: skip
+        return receipt
 
     def evaluate(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         """Held-out success, return and share of right answers by task; the loop's own names unless one is given."""
@@ -261,13 +266,19 @@ class Watch:
                 "name": name, "update": loop.done, "sampled": self.sampled, "seconds": self.seconds,
                 "success": [float(np.mean([episode.success for episode in task])) for task in episodes],
                 "returns": [float(np.mean([episode.reward or 0.0 for episode in task])) for task in episodes],
-                "answers": [float(np.mean([member.reward_parts.get("answer", 0.0) for member in task])) for task in rows],
+                "answers": [_answers(task) for task in rows],
                 "lengths": [int(max(member.length for member in task)) for task in rows],
                 "took": time.time() - began,
             },
         )  # fmt: skip
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # other arms share the GPU
+
+
+def _answers(members: Sequence[Any]) -> float | None:
+    """The share of right answers in a task's episodes; None where each of them failed, which is no evidence about the policy."""
+    shares = [member.reward_parts.get("answer", 0.0) for member in members if member.stop_reason not in FAILED]
+    return float(np.mean(shares)) if shares else None
 
 
 def run_trl(arm: Arm) -> None:

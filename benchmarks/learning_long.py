@@ -11,21 +11,34 @@ anything is trained. A run has three stages, one loop and one optimizer:
 Held-out success at the full length is measured after `warm` ("before") and at the end ("after"). The control, `truncated`, is
 the same run up to `warm`; then each trajectory that it trains on is cut to its last 8,192 tokens, as a trainer must do that can't
 hold more. It samples and is evaluated at the full length.
+
+The last evaluation comes first: its time is kept free, and a stage that fails ends the training, not the arm, whose progress
+file says so under `failed`.
+
+Memory: a token's keys and values are 23,040 bytes (30 layers, 3 heads of 64, bfloat16), so six sessions of 115,000 tokens hold
+15 GiB while they are sampled, and up to 2 GiB more where a buffer was made with room to grow. The trainer, for which the
+policy gives that up, needs 20 GiB at most: one group's states with their cotangents, and what the chunks keep.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import documents
 from benchmarks.learning_arms import Arm, Progress, Watch
 from longstraw_agents.collection import CollectConfig
+from longstraw_agents.errors import LongStrawError, PolicyError
 from longstraw_agents.evaluation import EvaluateSettings, task_seed
 from longstraw_agents.loop import Loop, RunConfig, RunSettings, TaskSettings
 from longstraw_agents.policies.opening import PolicySettings
@@ -40,17 +53,18 @@ from longstraw_agents.types import Group, Message, Task
 
 ENV = f"benchmarks.documents:{documents.ENV_ID}"
 FACTOR = 16
-OPENINGS = 64  # rendered ones that are kept
+OPENINGS = 256  # rendered ones that are kept
+LAST = 1.4  # times what the first evaluation took is kept free for the last one
 
 
 @dataclass(frozen=True)
 class Stage:
-    """updates: at most; until: the share of the arm's time after which it ends; chars: of the texts, taken in turn by task;
+    """updates: at most; share: of the time that is left but for the last evaluation; chars: of the texts, taken in turn by task;
     groups, questions: of an update and of a trajectory; imitate: solved tasks, else own ones."""
 
     name: str
     updates: int
-    until: float
+    share: float
     chars: tuple[int, ...]
     groups: int
     questions: int
@@ -73,15 +87,15 @@ class LongScale:
 def scale_of(chars: int, warm: tuple[int, ...], updates: tuple[int, int, int], tasks: int, limit: int, chunk: int) -> LongScale:
     """Three stages with so many updates each at most."""
     stages = (
-        Stage("warm", updates[0], 0.40, warm, 4, 8, True),
-        Stage("shown", updates[1], 0.66, (chars,), 2, 8, True),
-        Stage("own", updates[2], 0.85, (chars,), 2, 4, False),
+        Stage("warm", updates[0], 0.25, warm, 4, 8, True),
+        Stage("shown", updates[1], 0.70, (chars,), 2, 8, True),
+        Stage("own", updates[2], 1.0, (chars,), 2, 4, False),
     )
-    return LongScale(stages, chars, 4, 6, tasks, limit, chunk)
+    return LongScale(stages, chars, 6, 6, tasks, limit, chunk)
 
 
 SCALES = {
-    "full": scale_of(460_000, (8_000, 16_000, 32_000, 64_000), (40, 16, 8), 16, 8192, 8192),
+    "full": scale_of(460_000, (8_000, 16_000, 32_000, 64_000), (32, 16, 8), 16, 8192, 8192),
     "small": scale_of(1_500, (300, 600), (2, 1, 1), 2, 128, 128),
 }
 
@@ -190,19 +204,48 @@ def configuration(arm: Arm, sizes: LongScale) -> RunConfig:
 
 def run_long(arm: Arm) -> None:
     """A long arm: its stages, with an evaluation at the full length after the first and after the last."""
-    progress, sizes, began = Progress(arm), SCALES[arm.scale], time.time()
+    progress, sizes = Progress(arm), SCALES[arm.scale]
+    if arm.memory is not None and arm.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(arm.memory)
     with StagedLoop(configuration(arm, sizes)) as loop:
-        progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)))
+        progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)), failed={})
         watch = Watch(loop, progress, arm.deadline)
         for stage in sizes.stages:
-            loop.stage = stage
-            loop.limit = sizes.limit if arm.kind == "truncated" and stage.name != "warm" else None
-            evaluation = max((row["took"] for row in progress.values["evaluations"]), default=0.0)
-            watch.begin(min(began + stage.until * (arm.deadline - began), arm.deadline - 1.3 * evaluation))
-            done = loop.done
-            while loop.done < done + stage.updates and watch.has_time():
-                watch.update(stage=stage.name)
+            if not progress.values["failed"]:
+                with noted(progress, stage.name):
+                    run_stage(arm, stage, watch)
             if stage.name == "warm":
-                watch.evaluate("before")
+                with noted(progress, "before"):
+                    watch.evaluate("before")
         watch.evaluate("after")
         progress.set(ended="updates", phases=loop.phases.as_dict(), kernels=chosen())
+
+
+def run_stage(arm: Arm, stage: Stage, watch: Watch) -> None:
+    """The updates of a stage that there is time for. Raises PolicyError where an update has no episode to learn from."""
+    loop, now = watch.loop, time.time()
+    assert isinstance(loop, StagedLoop)
+    loop.stage = stage
+    loop.limit = SCALES[arm.scale].limit if arm.kind == "truncated" and stage.name != "warm" else None
+    evaluation = max((row["took"] for row in watch.progress.values["evaluations"]), default=0.0)
+    # sampling an update's trajectories takes about as long as an evaluation
+    guess = watch.longest + (0.0 if stage.imitate else evaluation)
+    watch.begin(now + stage.share * (arm.deadline - LAST * evaluation - now), guess)
+    done = loop.done
+    while loop.done < done + stage.updates and watch.has_time():
+        collected = watch.update(stage=stage.name)["collected"]
+        if collected["failed"] == collected["episodes"]:
+            raise PolicyError(f"all {collected['episodes']} episodes of update {loop.done} failed; see the arm's log")
+
+
+@contextmanager
+def noted(progress: Progress, what: str) -> Iterator[None]:
+    """Write a failure down and go on: the arm is there for its last evaluation."""
+    try:
+        yield
+    except (LongStrawError, RuntimeError) as error:  # torch's lack of memory is a RuntimeError
+        traceback.print_exc()
+        progress.set(failed=progress.values["failed"] | {what: f"{type(error).__name__}: {error}"})
+    if what in progress.values["failed"]:
+        gc.collect()  # what the failed call's frames held
+        torch.cuda.empty_cache()

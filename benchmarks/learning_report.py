@@ -28,7 +28,13 @@ EXPERIMENTS = {
     "learn.tree_minus_flat_points": (("flat", "tree"), "returns", "Trees with node credit and flat groups, five turns"),
     "learn.trl_difference_points": (("trl", "ours"), "success", "Ours and TRL's GRPOTrainer, one tool call"),
 }  # fmt: skip
+LONG_KINDS = ("long", "truncated")
 LONG = {"learn.long_gain_points": "after minus before", "learn.long_gain_over_truncated_points": "full length minus ends only"}
+
+
+def valid_lengths(row: dict[str, Any]) -> list[int]:
+    """The lengths of an evaluation's trajectories, without tasks whose every episode failed: their answer is None."""
+    return [length for length, answer in zip(row["lengths"], row["answers"], strict=True) if answer is not None]
 
 
 class Report:
@@ -58,7 +64,7 @@ class Report:
             extra = {"interval": interval, "compared": of, "at_update": at, "tokens_sampled": sampled, "arms": self._costs(kinds)}
             self._record(figure, mean, list(found.values()), extra)
         for figure, (difference, interval, trials) in self._gains().items():
-            self._record(figure, difference, trials, {"interval": interval, "arms": self._costs(("long", "truncated"))})
+            self._record(figure, difference, trials, {"interval": interval, "arms": self._costs(LONG_KINDS)})
         text = PAGE.read_text(encoding="utf-8")
         begin, end = (text.index(mark) for mark in MARKS)
         body = "\n\n".join([MARKS[0], self.tables(), *self._plots(), ""])
@@ -145,36 +151,44 @@ class Report:
         """Points, interval over tasks and the tasks' own differences of the two long figures, as far as there is evidence."""
         rows = {
             kind: {row["name"]: row for row in self.arms[f"{kind}-0"]["evaluations"]}
-            for kind in ("long", "truncated")
+            for kind in LONG_KINDS
             if f"{kind}-0" in self.arms
         }
-        pairs = (
+        compared = (
             (rows.get("long", {}).get("before"), rows.get("long", {}).get("after")),
             (rows.get("truncated", {}).get("after"), rows.get("long", {}).get("after")),
         )
         found = {}
-        for figure, (earlier, later) in zip(LONG, pairs, strict=True):
+        for figure, (earlier, later) in zip(LONG, compared, strict=True):
             if earlier is None or later is None:
                 continue
-            if min(earlier["lengths"] + later["lengths"]) <= 100_000 and self.arms["long-0"]["scale"] == "full":
-                raise ConfigError(f"{figure} is of more than 100,000 tokens; the shortest here has {min(later['lengths'])}")
-            values = 100 * (np.array(later["answers"]) - np.array(earlier["answers"]))
-            result = compare(earlier["answers"], later["answers"])
+            shortest = min((length for row in (earlier, later) for length in valid_lengths(row)), default=0)
+            if shortest <= 100_000 and self.arms["long-0"]["scale"] == "full":
+                raise ConfigError(f"{figure} is of more than 100,000 tokens; the shortest here has {shortest}")
+            pairs = [pair for pair in zip(earlier["answers"], later["answers"], strict=True) if None not in pair]
+            if len(pairs) < 2:  # None: every episode of the task failed
+                continue
+            result = compare(*zip(*pairs, strict=True))
             interval = (100 * result.interval[0], 100 * result.interval[1])
-            found[figure] = (100 * result.difference, interval, values.tolist())
+            found[figure] = (100 * result.difference, interval, [100 * (after - before) for before, after in pairs])
         return found
 
     def _long(self) -> str:
         lines = ["### Trajectories of more than 100,000 tokens", ""]
         lines += ["| | evaluation | right answers | tokens |", "|---|---|---|---|"]
-        for kind in ("long", "truncated"):
+        for kind in LONG_KINDS:
             for row in self.arms.get(f"{kind}-0", {"evaluations": []})["evaluations"]:
-                share, lengths = float(np.mean(row["answers"])), row["lengths"]
-                lines.append(f"| {kind} | {row['name']} | {share:.2f} | {min(lengths):,} to {max(lengths):,} |")
+                answers, lengths = [answer for answer in row["answers"] if answer is not None], valid_lengths(row)
+                if answers:
+                    share = f"{np.mean(answers):.2f}" + (f" ({len(answers)} tasks)" if len(answers) < len(row["answers"]) else "")
+                    lines.append(f"| {kind} | {row['name']} | {share} | {min(lengths):,} to {max(lengths):,} |")
         shown = [row["loss"] for row in self.arms.get("long-0", {"updates": []})["updates"] if row.get("stage") == "shown"]
         if shown:
             losses = ", ".join(f"{loss:.3f}" for loss in shown)
             lines += ["", f"Loss of the shown answers to texts of full length, each new and before it was trained on: {losses}."]
+        for kind in LONG_KINDS:
+            for stage, why in self.arms.get(f"{kind}-0", {}).get("failed", {}).items():
+                lines += ["", f"{kind}: {stage} failed: {why.splitlines()[0]}"]
         for figure, (difference, (low, high), _) in self._gains().items():
             lines += ["", f"{LONG[figure]}: {difference:+.1f} points [{low:+.1f}, {high:+.1f}] over tasks."]
         return "\n".join(lines) if len(lines) > 4 else ""

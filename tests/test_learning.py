@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 
 import gymnasium
@@ -13,12 +15,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import letters  # noqa: E402
 import models  # noqa: E402
 from trees import short_tree  # noqa: E402
 
 from benchmarks import documents, learning_report  # noqa: E402
-from benchmarks.learning_arms import ConventionalReplay  # noqa: E402
-from benchmarks.learning_long import ending  # noqa: E402
+from benchmarks.learning import Arms  # noqa: E402
+from benchmarks.learning_arms import Arm, ConventionalReplay  # noqa: E402
+from benchmarks.learning_long import StagedLoop, ending, run_long  # noqa: E402
 from longstraw_agents.segmenter import segment  # noqa: E402
 from longstraw_agents.trainer.replay import Engine  # noqa: E402
 from longstraw_agents.types import Group, Task  # noqa: E402
@@ -66,6 +70,40 @@ def test_an_ending_keeps_the_last_tokens_and_begins_with_an_observation() -> Non
             np.testing.assert_array_equal(whole.tokens[-len(kept.tokens) :], kept.tokens)
             assert kept.turn_ends[-1] == len(kept.tokens)
         assert limit <= min(len(trajectory.tokens) for trajectory in cut.trajectories)
+
+
+@pytest.mark.parametrize("fails", ["sampling", "training"])
+def test_a_long_arm_evaluates_last_whatever_a_stage_does(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def collect(loop: StagedLoop) -> list[str]:
+        with monkeypatch.context() as patch:
+            if fails == "sampling" and loop.stage.name == "own":
+                patch.setattr(loop.policy._runner, "run", no_memory)
+            return plain_collect(loop)
+
+    def update(loop: StagedLoop, number: int, groups: list[Group]) -> dict[str, object]:
+        return no_memory() if fails == "training" and loop.stage.name == "shown" else plain_update(loop, number, groups)
+
+    plain_collect, plain_update = StagedLoop.collect, StagedLoop._update
+    monkeypatch.setattr(StagedLoop, "collect", collect)
+    monkeypatch.setattr(StagedLoop, "_update", update)
+    folder, out = tmp_path / "run", tmp_path / "long-0.json"
+    model = letters.make_model(tmp_path / "model")
+    run_long(Arm("long-0", model, "cpu", "small", folder, out, time.time() + 600, 0.48))
+    found = json.loads(out.read_text())
+    assert list(found["failed"]) == [{"sampling": "own", "training": "shown"}[fails]] and found["ended"] == "updates"
+    assert [row["name"] for row in found["evaluations"]] == ["before", "after"]
+    assert all(answer is not None for row in found["evaluations"] for answer in row["answers"])
+
+
+def test_two_long_arms_on_one_gpu_halve_its_memory() -> None:
+    for kinds, gpus, wanted in ((("long", "truncated"), 1, "0.48"), (("long", "truncated", "trl"), 1, "0.3"),
+                                (("long", "truncated"), 2, None), (("long",), 1, None)):  # fmt: skip
+        arms = Arms([f"{kind}-0" for kind in kinds], 9, gpus, Path(), [])
+        assert arms._memory("long-0") == ([] if wanted is None else ["--memory", wanted])
+        assert arms._memory("trl-0") == []
 
 
 def arm(success: dict[int, list[float]]) -> dict[str, object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -188,6 +190,27 @@ def test_choice_follows_the_distribution_it_reports(temperature: float, top_p: f
         np.testing.assert_allclose(reported, expected, atol=1e-5)
     else:
         assert set(ids) == {2}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_who_keeps_the_error_of_a_failed_step_keeps_no_state(kind: str) -> None:
+    policy = LocalPolicy(build(kind), [STOP])
+    run, held = policy._runner.run, []
+
+    def fails(segments):
+        run(segments)
+        held.extend(weakref.ref(segment.state) for segment in segments)
+        raise MemoryError("no memory is left")
+
+    policy._runner.run = fails
+    gc.disable()
+    try:
+        with pytest.raises(PolicyError, match="no memory is left") as kept:
+            asyncio.run(policy.sample(SampleRequest("s", prompts()[0], 4, seed=0)))
+        assert kept.value.__cause__ is not None
+        assert held and not any(state() for state in held)
+    finally:
+        gc.enable()
 
 
 def test_weights_that_are_not_finite_fail_the_request_only() -> None:

@@ -13,6 +13,7 @@ function, so a request's result depends on its batch only where rounding crosses
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -175,8 +176,10 @@ class LocalPolicy:
         self._active = [job for job in self._active if not job.future.done()]
 
     def _fail_active(self, error: Exception) -> None:
+        traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep what the step held, states above all
         for job in self._active:
             self._sessions.pop(job.request.session, None)  # half-extended: must not be read again
+            job.session.state = None
             if not job.future.done():
                 failure = PolicyError(f"sampling for session {job.request.session} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
