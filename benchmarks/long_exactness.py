@@ -25,7 +25,7 @@ from benchmarks.long_runs import clear, say
 from benchmarks.long_shapes import DEVICE, SHAPES, build, make_group, text_ids
 from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer import comparison, conventional
-from longstraw_agents.trainer.heads import RULE
+from longstraw_agents.trainer.delta_rule import RULE
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.types import Group
 

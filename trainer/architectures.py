@@ -18,7 +18,8 @@ from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.attention import ACTIVE
 from longstraw_agents.trainer.candidates import SharedSparseState
 from longstraw_agents.trainer.context import Context, SharedAttentionState, SharedLatentState
-from longstraw_agents.trainer.heads import RULE, SINGLE_RULE, SharedRecurrentState
+from longstraw_agents.trainer.delta_rule import RULE, SINGLE_RULE
+from longstraw_agents.trainer.heads import SharedRecurrentState
 from longstraw_agents.trainer.latent import LatentState
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.routing import RoutingState, routers, routing

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from longstraw_agents.trainer.context import Context
+from longstraw_agents.trainer.delta_rule import RULE, SINGLE_RULE
 from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.stack import wide
 from longstraw_agents.trainer.state import RecurrentState
-
-#: The functions through which transformers' models compute the delta rule: one name for many tokens, one for a single one.
-RULE, SINGLE_RULE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 
 
 class SharedRecurrentState(RecurrentState):

@@ -28,7 +28,7 @@ from longstraw_agents.errors import ConfigError, ModelError
 from longstraw_agents.trainer import kernels
 from longstraw_agents.trainer.accumulation import accumulated
 from longstraw_agents.trainer.architectures import make_state, unwrap
-from longstraw_agents.trainer.heads import RULE
+from longstraw_agents.trainer.delta_rule import RULE
 from longstraw_agents.trainer.latent import LatentState
 from longstraw_agents.trainer.live import LiveBytes, nbytes
 from longstraw_agents.trainer.pages import HostStack, Placement

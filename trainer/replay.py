@@ -32,6 +32,7 @@ from longstraw_agents.trainer.accumulation import accumulated
 from longstraw_agents.trainer.architectures import attached, make_state, require_supported, unwrap
 from longstraw_agents.trainer.attention import ACTIVE, IMPLEMENTATION
 from longstraw_agents.trainer.context import Context
+from longstraw_agents.trainer.delta_rule import require_usable
 from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
 from longstraw_agents.trainer.head import find_head
 from longstraw_agents.trainer.heads import shared_rules
@@ -100,6 +101,7 @@ class Engine:
         self.stamps = WeightStamps(self.decoder, self.base.config)
         self.cache_argument = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
         require_supported(self.base)  # before anything runs
+        require_usable(self.decoder, self.device, self.dtype)
         make_state(self.base, 0, self.context)
 
     @property

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from longstraw_agents.errors import AdapterError, ConfigError, GroupError, NonFiniteError
 from longstraw_agents.phases import Phases
 from longstraw_agents.segmenter import PrefixTree, SegmenterConfig, segment
+from longstraw_agents.trainer import delta_rule
 from longstraw_agents.trainer.advantages import AdvantageConfig, Prepared, prepare
 from longstraw_agents.trainer.bounded import Bounded, BoundedConfig
 from longstraw_agents.trainer.credit import packed, spans
@@ -132,7 +133,7 @@ class Trainer:
             receipt.bounded = self.bounded.report()
             receipt.gradient = "bounded" if receipt.bounded["approximate_trees"] else receipt.gradient
         receipt.phases = phases.as_dict()
-        receipt.setting |= {"kernels": chosen(), "head": self.engine.head.name}
+        receipt.setting |= {"kernels": chosen() + delta_rule.chosen(), "head": self.engine.head.name}
         self._describe_ranks(receipt)
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"} | cite(self.model)
         return receipt
