@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from longstraw_agents.errors import ModelError
@@ -105,7 +106,9 @@ def make_state(
     else:
         cache = StateCache([SHARED_STATES[kind](capacity, context) for kind in types])
     for state, layer in zip(cache.layers, model.get_decoder().layers, strict=True):
-        state.device = next(layer.parameters()).device
+        places = {parameter.device for parameter in layer.parameters()}
+        # What lies in host memory beside others on a GPU is copied there to be computed with (`offload`).
+        state.device = next((place for place in places if place.type != "cpu"), torch.device("cpu"))
         if placement is not None:
             state.put(placement)
     for index, _ in routers(model):

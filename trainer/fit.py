@@ -107,6 +107,7 @@ def _largest(model: nn.Module, config: PlanConfig, budget: int, rates: Rates) ->
 def _changes(model: nn.Module, config: PlanConfig, budget: int, rates: Rates, say: Say) -> Iterator[Change]:
     """Each change by itself, with its peak."""
     assert config.chunk is not None
+    base: Any = unwrap(model)
 
     def change(what: str, **settings: Any) -> Change:
         say(f"trying: {what}")
@@ -116,6 +117,8 @@ def _changes(model: nn.Module, config: PlanConfig, budget: int, rates: Rates, sa
 
     if config.place == "device":
         yield change("states in host memory (trainer.replay.placement.place = 'host')", place="host")
+    if config.weights is None and base.config.get_text_config().num_hidden_layers > 2 and hasattr(model, "peft_config"):
+        yield change("base weights in host memory (model.weights = 'host')", weights="host")
     if config.gradient == "exact":
         yield change("gradient = 'detached' (biased: see docs/exact-and-detached.md)", gradient="detached")
         with upper_half(model) as layers:

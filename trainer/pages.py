@@ -187,7 +187,7 @@ def staged(stacks: Sequence[Stack], borders: Sequence[int]) -> Iterator[tuple[in
             yield start, tuple(stack.read(start, stop) for stack in stacks)
         return
     main = torch.cuda.current_stream(device)
-    side = _side_stream(device)
+    side = side_stream(device)
 
     def load(start: int, stop: int) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
         side.wait_stream(main)  # what was written last is in host memory before it is read
@@ -217,7 +217,7 @@ def page_borders(first: int, stop: int, cut: int, page: int | None) -> list[int]
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _SIDE_STREAMS:
         _SIDE_STREAMS[device] = torch.cuda.Stream(device)
     return _SIDE_STREAMS[device]

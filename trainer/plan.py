@@ -7,8 +7,8 @@ tensors can't show is what compiled kernels hold while they run: attention's is 
 `DeltaLike`, each with the tensors that the kernel's own source allocates.
 
 Vocabulary
-    kind      what the bytes are: weights, adapter, optimizer, gradients, libraries' workspace, state, outputs (kept
-              attention), cotangent
+    kind      what the bytes are: weights, copies (of layers' weights that lie in host memory), adapter, optimizer, gradients,
+              libraries' workspace, state, outputs (kept attention), cotangent
     working   the peak above all of these: a chunk's activations, gradients on their way, pieces of logits, kernels' workspace
 """
 
@@ -31,6 +31,7 @@ from longstraw_agents.trainer.architectures import make_state, unwrap
 from longstraw_agents.trainer.delta_rule import RULE
 from longstraw_agents.trainer.latent import LatentState
 from longstraw_agents.trainer.live import LiveBytes, nbytes
+from longstraw_agents.trainer.offload import Offload, offload
 from longstraw_agents.trainer.pages import HostStack, Placement
 from longstraw_agents.trainer.replay import GRADIENTS, Engine, ReplayConfig
 from longstraw_agents.trainer.sparse import SparseState
@@ -43,19 +44,21 @@ LIBRARIES = 64 * 2**20
 
 @dataclass
 class Phase:
-    """One phase: peak bytes of the GPU; operations of attention and matrix products; bytes that the rest moves; seconds."""
+    """One phase: peak bytes of the GPU; operations of attention and matrix products; bytes that the rest moves; bytes of weights
+    copied from host memory; seconds."""
 
     peak: int = 0
     attention: float = 0.0
     matrix: float = 0.0
     traffic: float = 0.0
+    copied: float = 0.0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Rates:
     """A GPU's rates, by default an H200's: TFLOP/s of attention by head size (forward alone; forward and backward), of matrix
-    products, and TB/s of its memory.
+    products, and TB/s of its memory and of copies from pinned host memory (PCIe 5: 0.05, not measured here).
 
     Attention's are FlashAttention-4's for 16,384 queries on 262,144 keys; the rate of the nearest size given is taken.
     """
@@ -65,21 +68,23 @@ class Rates:
     )
     matrix: float = 650.0
     memory: float = 3.3
+    host: float = 0.05
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Rates:
-        """From JSON: {"attention": {"128": [forward, both]}, "matrix": ..., "memory": ...}; what is left out is an H200's."""
-        unknown = sorted(set(given) - {"attention", "matrix", "memory"})
+        """From JSON: {"attention": {"128": [forward, both]}, "matrix": ..., "memory": ..., "host": ...}; else an H200's."""
+        unknown = sorted(set(given) - {"attention", "matrix", "memory", "host"})
         if unknown:
-            raise ConfigError(f"rates have no {', '.join(unknown)}; they are attention, matrix and memory")
+            raise ConfigError(f"rates have no {', '.join(unknown)}; they are attention, matrix, memory and host")
         attention = {int(size): (float(one), float(both)) for size, (one, both) in given.get("attention", {}).items()}
-        return cls(attention or H200.attention, float(given.get("matrix", H200.matrix)), float(given.get("memory", H200.memory)))
+        rest = {name: float(given[name]) for name in ("matrix", "memory", "host") if name in given}
+        return cls(attention or H200.attention, **rest)
 
     def seconds(self, phase: Phase, head_size: int, backward: bool) -> float:
-        """Seconds of a phase's work."""
+        """Seconds of a phase's work; copies from host memory go on beside it."""
         nearest = min(self.attention, key=lambda size: abs(size - head_size))
         attention = phase.attention / self.attention[nearest][backward]
-        return (attention + phase.matrix / self.matrix + phase.traffic / self.memory) / 1e12
+        return max(attention + phase.matrix / self.matrix + phase.traffic / self.memory, phase.copied / self.host) / 1e12
 
 
 H200 = Rates()
@@ -90,7 +95,8 @@ class PlanConfig:
     """What is to be trained on what. context: positions of a trajectory, its `response` included. memory: bytes of one GPU.
 
     gpus share the context: each has 1/gpus of positions and chunk (queries gathered for an exchange are not counted).
-    chunk, outputs: None lets the planner choose. stand_ins: plan for a GPU's kernels; without it for torch's own.
+    chunk, outputs: None lets the planner choose. stand_ins: plan for a GPU's kernels; without it for torch's own. weights: "host"
+    plans with base weights in host memory (`offload`).
     """
 
     context: int
@@ -105,6 +111,7 @@ class PlanConfig:
     outputs: bool | None = None
     logit_piece: int = 1024
     stand_ins: bool = True
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.gradient not in GRADIENTS:
@@ -112,6 +119,8 @@ class PlanConfig:
         for name in ("context", "memory", "group", "response", "gpus"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.weights not in (None, "host"):
+            raise ConfigError(f'weights is {self.weights!r}; plan with "host", or without it for weights on the GPU')
         if self.response >= self.context - 1:
             raise ConfigError(f"response is {self.response} of {self.context} positions; it must leave a prompt of two tokens")
 
@@ -168,13 +177,27 @@ class _Walk:
         self.state: StateCache = make_state(self.base, self.prompt + self.response, placement=placement)
         self.state.frontier = self.engine.frontier
         self._records = torch.empty(0, dtype=torch.uint8, device="meta")
+        self._offload: Offload | None = None
+        self._copied = 0  # by the offload, before the work that is looked at
 
     def forecast(self) -> Forecast:
+        """With base weights in host memory where that is asked for."""
+        if self.config.weights != "host":
+            return self._forecast()
+        self._offload = offload(self.model, "meta")
+        try:
+            return self._forecast()
+        finally:
+            self._offload.undo()
+
+    def _forecast(self) -> Forecast:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         frozen = [*(p for p in self.model.parameters() if not p.requires_grad), *self.model.buffers()]
         moments = [torch.empty_like(p) for p in trained for _ in range(2)]
         workspace = torch.empty(LIBRARIES if self.config.stand_ins else 0, dtype=torch.uint8, device="meta")
+        hosted = [] if self._offload is None else self._offload.parameters
         self.live.hold([*frozen, *trained, *moments, workspace])
+        self.live.move(hosted)
         kernel = FlashLike(self.live, workspace=self.config.stand_ins)
         rules = delta_rules(self.base, self.config.stand_ins)
         with kernels.standing_in(kernel), rules, self.engine.attached(), self.live, accumulated(self.model):
@@ -187,12 +210,17 @@ class _Walk:
         kept = self._outputs()
         own = nbytes(trained)
         summed = sum(p.numel() * max(4, p.itemsize) for p in trained)  # in 16 bits only between trees: `accumulation`
-        sizes = dict(weights=nbytes(frozen), adapter=own, optimizer=nbytes(moments), gradients=summed)
+        sizes = dict(weights=nbytes(frozen) - nbytes(hosted), adapter=own, optimizer=nbytes(moments), gradients=summed)
         sizes |= dict(libraries=workspace.nbytes)
+        if self._offload is not None:
+            layers = self._offload.layer_bytes
+            sizes["copies"] = max(sum(layers[first : first + 2]) for first in range(len(layers)))
         sizes |= dict(state=held["state"] - kept + self._records.nbytes, outputs=kept, cotangent=held["cotangent"])
         elsewhere = ("state", "outputs", "cotangent") if self.config.place == "host" else ()
         self.found.host = {kind: size for kind, size in sizes.items() if kind in elsewhere}
         self.found.gpu = {kind: size for kind, size in sizes.items() if kind not in elsewhere}
+        if hosted:
+            self.found.host["weights"] = sum(1 << (p.nbytes - 1).bit_length() for p in hosted)  # as pinned memory is given out
         self._describe_state()
         self.found.gpu["working"] = self.found.peak - sum(self.found.gpu.values())
         settings = self.base.config.get_text_config()
@@ -206,14 +234,14 @@ class _Walk:
     def _capture(self) -> None:
         """The first chunk, which makes the stacks, and the last, which reads them all; what the others do lies in between."""
         with torch.no_grad():
-            self.live.begin()
+            self._begin()
             self._decode(Run(0, self.chunk, 1, writes=True, gradient=False, hidden=False))
             first = self._work()
             if self.chunk < self.prompt:
                 self._fill_borders()
                 self._fill_records()
             self._move()
-            self.live.begin()
+            self._begin()
             self._decode(Run(self.prompt - self.chunk, self.chunk, 1, writes=True, gradient=False, hidden=False))
         last = self._work()
         self._growth = {kind: 0.5 + 0.5 * first[kind] / last[kind] if last[kind] else 1.0 for kind in last}
@@ -223,7 +251,14 @@ class _Walk:
         self._note("capture", self.prompt / self.chunk, grows=True)
 
     def _work(self) -> dict[str, float]:
-        return {"attention": self.live.attention, "matrix": self.live.operations, "traffic": self.live.traffic}
+        copied = 0 if self._offload is None else self._offload.copied - self._copied
+        return {
+            "attention": self.live.attention, "matrix": self.live.operations, "traffic": self.live.traffic, "copied": copied
+        }  # fmt: skip
+
+    def _begin(self) -> None:
+        self.live.begin()
+        self._copied = 0 if self._offload is None else self._offload.copied
 
     def _score(self) -> None:
         rows, runs = self._packs()
@@ -240,13 +275,13 @@ class _Walk:
                 layer.keys._cotangent(0)
                 layer.values._cotangent(0)
         self._move()
-        self.live.begin()
+        self._begin()
         cut = 0 if exact else self.prompt
         self._backward(Run(self.prompt, self.response, rows, writes=False, gradient=True, cut=cut), rows * self.response)
         self._note("replay", runs)
 
     def _reverse(self) -> None:
-        self.live.begin()
+        self._begin()
         self._backward(Run(self.prompt - self.chunk, self.chunk, 1, writes=False, gradient=True, hidden=False), 0)
         self._note("reverse", self.prompt / self.chunk, grows=True)
 
@@ -329,7 +364,7 @@ class _Walk:
         """Take in a phase of `runs` runs like the last; `grows`: those before it read less."""
         work = {kind: done * runs * (self._growth[kind] if grows else 1.0) for kind, done in self._work().items()}
         self.found.phases[name] = Phase(self.live.peak, **work)
-        self.live.begin()
+        self._begin()
 
 
 @contextmanager

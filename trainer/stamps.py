@@ -50,6 +50,11 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return _digest_of(tensor, " ".join(map(str, _weighted_sums(flat).tolist())))
 
 
+def _copied(tensor: Tensor) -> bool:
+    """Whether a GPU reads the tensor from pinned memory: its digest is that of a copy there, which a CPU takes longer to make."""
+    return tensor.device.type == "cpu" and tensor.numel() > _SMALL and tensor.is_pinned()
+
+
 def _digest_of(tensor: Tensor, content: str) -> bytes:
     return hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype} {content}".encode(), digest_size=16).digest()
 
@@ -57,9 +62,10 @@ def _digest_of(tensor: Tensor, content: str) -> bytes:
 def _weighted_sums(flat: Tensor) -> Tensor:
     """[2] int64 on the tensor's device; nothing waits for it here."""
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    device = torch.device("cuda") if _copied(flat) else flat.device
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
     for first in range(0, words.numel(), _PIECE):
-        piece = words[first : first + _PIECE].to(torch.int64)
+        piece = words[first : first + _PIECE].to(device).to(torch.int64)
         place = torch.arange(first, first + piece.numel(), device=piece.device, dtype=torch.int64)
         for which, factor in enumerate((-7046029254386353131, -4417276706812531889)):
             weight = (place * factor) | 1
@@ -185,7 +191,7 @@ class WeightStamps:
         small: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         large: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, tensor in tensors:
-            if tensor.device.type == "cpu":
+            if tensor.device.type == "cpu" and not _copied(tensor):
                 self._note(name, tensor, tensor_digest(tensor))
             elif tensor.numel() <= _SMALL:
                 small.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))

@@ -33,6 +33,7 @@ from longstraw_agents.trainer.evidence import cite
 from longstraw_agents.trainer.experts import own_part, share_experts, whole
 from longstraw_agents.trainer.kernels import chosen
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
+from longstraw_agents.trainer.offload import offload_of
 from longstraw_agents.trainer.optimizer import OptimizerConfig, Stepper
 from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.recapture import Recapture
@@ -117,6 +118,7 @@ class Trainer:
     def run(self, prepared: Prepared) -> Receipt:
         """`update` on groups whose advantages are known, at least one."""
         receipt, phases = self._receipt(prepared), Phases()
+        copied = held.copied if (held := offload_of(self.model)) is not None else 0
         self.engine.stamps.forget()
         with phases("segment"):
             trees = [segment(group.trajectories, self.config.segmenter) for group, _ in prepared.kept]
@@ -134,6 +136,8 @@ class Trainer:
             receipt.gradient = "bounded" if receipt.bounded["approximate_trees"] else receipt.gradient
         receipt.phases = phases.as_dict()
         receipt.setting |= {"kernels": chosen() + delta_rule.chosen(), "head": self.engine.head.name}
+        if (held := offload_of(self.model)) is not None:
+            receipt.setting |= {"weights": "host", "weight_bytes_copied": held.copied - copied}
         self._describe_ranks(receipt)
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"} | cite(self.model)
         return receipt

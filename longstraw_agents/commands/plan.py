@@ -24,6 +24,7 @@ _UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "b": 
 @click.option("--gpus", default=1, show_default=True, help="GPUs that share the context.")
 @click.option("--gradient", default="exact", show_default=True, type=click.Choice(["exact", "detached"]))
 @click.option("--place", default="device", show_default=True, type=click.Choice(["device", "host"]), help="Where states lie.")
+@click.option("--weights", default=None, type=click.Choice(["host"]), help="Base weights in host memory, not on the GPU.")
 @click.option("--chunk", default=None, type=int, help="Inputs of one run [default: the largest that fits].")
 @click.option("--rank", default=8, show_default=True, help="Rank of the LoRA adapter on all linear layers.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
@@ -31,7 +32,7 @@ _UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "b": 
 @json_option
 def plan(
     name: str, context: int, group: int, response: int, gpu_memory: str, gpus: int, gradient: str, place: str,
-    chunk: int | None, rank: int, dtype: str, rates_path: Path | None, json_path: Path | None,
+    weights: str | None, chunk: int | None, rank: int, dtype: str, rates_path: Path | None, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Exit status 0 if the update fits, 1 if it does not."""
     memory = parse_bytes(gpu_memory)
@@ -41,7 +42,7 @@ def plan(
     from longstraw_agents.trainer.plan import PlanConfig, Rates
 
     quiet_libraries()
-    config = PlanConfig(context, memory, group, response, gradient, gpus, place, chunk)
+    config = PlanConfig(context, memory, group, response, gradient, gpus, place, chunk, weights=weights)
     rates = Rates() if rates_path is None else Rates.from_dict(json.loads(rates_path.read_text()))
     model = without_weights(ModelConfig(name, dtype, adapter=LoraSettings(rank)))
     found = make(model, config, rates, lambda text: click.echo(f"... {text}", err=True))
@@ -78,9 +79,12 @@ def _show(found: Any) -> None:
     adds = [f"{size / 1024:,.2f} KiB of {what}" for what, size in forecast.per_position.items()]
     adds += [f"{forecast.per_chunk / 2**20:,.1f} MiB of recurrent states a chunk"] if forecast.per_chunk else []
     console.print(f"A position adds {', '.join(adds)}.", highlight=False)
-    phases = Table("phase", "peak GiB", "attention TFLOP", "other TFLOP", "seconds")
+    hosted = ["copied GiB"] if found.config.weights == "host" else []
+    phases = Table("phase", "peak GiB", "attention TFLOP", "other TFLOP", *hosted, "seconds")
     for phase, of in forecast.phases.items():
-        phases.add_row(phase, gib(of.peak), f"{of.attention / 1e12:,.1f}", f"{of.matrix / 1e12:,.1f}", f"{of.seconds:,.1f}")
+        copied = [gib(of.copied)] if hosted else []
+        work = [f"{of.attention / 1e12:,.1f}", f"{of.matrix / 1e12:,.1f}"]
+        phases.add_row(phase, gib(of.peak), *work, *copied, f"{of.seconds:,.1f}")
     console.print(phases)
     kept = ", attention outputs kept" if forecast.outputs else ""
     verdict = "fits" if found.fits else "DOES NOT FIT"

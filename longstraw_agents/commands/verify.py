@@ -25,7 +25,7 @@ from longstraw_agents.terminal import json_option, write_json
 @click.option("--seed", default=0, show_default=True)
 @click.option("--unproven", is_flag=True, help="Try a model type that is not on the list of known ones.")
 @click.option("--cp", default=1, show_default=True, type=click.IntRange(min=1), help="Processes that share the replay, for E3.")
-@click.option("--weights", default=None, type=click.Choice(["nf4"]), help="Verify on linear layers in 4 bits.")
+@click.option("--weights", default=None, type=click.Choice(["nf4", "host"]), help="Base weights in 4 bits, or in host memory.")
 @click.option("--kv-bits", "bits", default=None, type=click.Choice(["8"]), help="Also measure keys and values kept in 8 bits.")
 @click.option("--record", is_flag=True, help="Write what was measured on smollm2-135m-instruct to docs/figures.json.")
 @json_option
