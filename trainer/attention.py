@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longstraw_agents.errors import ModelError
 from longstraw_agents.trainer.kernels import Kernel, choose
+from longstraw_agents.trainer.paged import Page, PageKernel, choose_pages
 from longstraw_agents.trainer.stack import BLOCK
 
 #: The name under which transformers models call `attention`.
@@ -220,6 +221,13 @@ class Prefix(Protocol):
         """Yield (start, k_1KSD, v_1KSE), together all positions from `first` or a little before it to `length`."""
         ...
 
+    def pages(self, gradient: bool) -> Iterator[list[Page]] | None:
+        """All positions before the chunk as codes where they lie, the pages of one launch at a time; None where they are values.
+
+        gradient: pages from `gradient_start` on say where dK and dV are to be added; all lists must then be gone through.
+        """
+        ...
+
     def recall(self) -> tuple[Tensor, Tensor] | None:
         """out_BHTE and lse_BHT of this chunk as its capture computed them, where they were kept."""
         ...
@@ -235,6 +243,15 @@ class Prefix(Protocol):
     def add(self, start: int, dk_1KSD: Tensor, dv_1KSE: Tensor) -> None:
         """Add to the cotangent of the positions from `start` on."""
         ...
+
+
+def _reader(
+    q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, spec: Spec, gradient: bool
+) -> tuple[PageKernel, Iterator[list[Page]]] | None:
+    """Our page kernel and the prefix's pages, where codes can be read as they are; None: block by block as values."""
+    pages = prefix.pages(gradient) if spec.softcap is None and spec.window is None else None
+    kernel = None if pages is None else choose_pages(q, k, v)
+    return None if kernel is None or pages is None else (kernel, pages)
 
 
 class PrefixAttention(torch.autograd.Function):
@@ -264,6 +281,14 @@ class PrefixAttention(torch.autograd.Function):
         own = Visibility(here, here, True, spec.window)
         out, lse = part_forward(q, k, v, own, spec)
         out = out.to(wide)
+        reader = _reader(q, k, v, prefix, spec, False)
+        if reader is not None:
+            kernel, lists = reader
+            folded = _fold(q, k)
+            for pages in lists:
+                part, part_lse = kernel.forward(folded, pages, spec.scale)
+                out, lse = merge(out, lse, _unfold(part, q), _unfold(part_lse, q))
+            return out.to(q.dtype), lse
         for start, kb, vb in prefix.blocks(first_seen(here, spec.window)):
             see = Visibility(here, start, False, spec.window)
             out, lse = merge(out, lse, *part_forward(q, kb, vb, see, spec))
@@ -285,6 +310,13 @@ class PrefixAttention(torch.autograd.Function):
         dq, dk, dv = part_backward(dout, q, k, v, out, lse, own, spec)
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = dq.to(wide)
+        reader = _reader(q, k, v, prefix, spec, True)
+        if reader is not None:
+            kernel, lists = reader
+            dout_m, q_m, out_m, lse_m = (_fold(x, k) for x in (dout, q, out, lse))
+            for pages in lists:
+                dq += _unfold(kernel.backward(dout_m, q_m, pages, out_m, lse_m, spec.scale), q)
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
         for start, kb, vb in prefix.blocks(first_seen(here, spec.window)):
             see = Visibility(here, start, False, spec.window)
             dq_part, dk_part, dv_part = part_backward(dout, q, kb, vb, out, lse, see, spec)
@@ -309,6 +341,7 @@ class AttentionState(Protocol):
 
 #: The state of the run in progress; set by `replay.run_chunk`.
 ACTIVE: ContextVar[AttentionState | None] = ContextVar("longstraw_active_state", default=None)
+
 
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,

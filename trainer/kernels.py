@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longstraw_agents.trainer import paged
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -183,6 +185,9 @@ def _is_gpu(q: Tensor, major: int) -> bool:
     )  # fmt: skip
 
 
+#: The largest relative error of a type's kernels: that of its rounding.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
 #: Fastest first.
 KERNELS: tuple[Kernel, ...] = (Flash4(), CuDnn(), TorchFlash(), CpuFlash())
 
@@ -215,8 +220,8 @@ def choose(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor) -> Kernel | None:
 
 
 def chosen() -> list[str]:
-    """Names of the kernels chosen so far in this process; "reference" where none fits."""
-    return sorted({"reference" if kernel is None else kernel.name for kernel in _CHOICES.values()})
+    """Names of the kernels chosen so far in this process, those for pages too; "reference" where none fits."""
+    return sorted({"reference" if kernel is None else kernel.name for kernel in _CHOICES.values()} | set(paged.chosen()))
 
 
 def passes_check(
@@ -229,7 +234,7 @@ def passes_check(
     """
     from longstraw_agents.trainer.attention import Visibility, merge, reference_backward, reference_forward
 
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    tolerance = TOLERANCE[dtype]
     T, S, scale = 128, 192, size**-0.5
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)

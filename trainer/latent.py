@@ -54,6 +54,9 @@ class LatentPrefix:
     def joined(self, k_1KTD: Tensor, v_1KTE: Tensor) -> None:
         """Keys and values of the prefix lie nowhere: they are made when read."""
 
+    def pages(self, gradient: bool) -> None:
+        """Nor do they in pages."""
+
     def blocks(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Up-projected blocks, parted at the cut."""
         borders = {*range(first, self.length, BLOCK), self.length} | ({self._cut} if first < self._cut < self.length else set())

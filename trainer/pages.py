@@ -127,6 +127,9 @@ class HostStack(Stack):
             held = cotangent[begin : begin + len(piece)]
             held.copy_(held.to(self._device, non_blocking=True) + piece, non_blocking=True)
 
+    def cotangent(self, start: int, stop: int, cut: int) -> None:
+        """None: it lies in host memory."""
+
     def add_at(self, positions_M: Tensor, grad_MD: Tensor, cut: int) -> None:
         """Stages the cotangent until `release`."""
         cotangent = self._cotangent(cut)

@@ -97,6 +97,10 @@ class Stack:
             self.cotangent_PKD = torch.zeros_like(self.values_PKD[cut:], dtype=wide(self.values_PKD.dtype))
         return self.cotangent_PKD
 
+    def cotangent(self, start: int, stop: int, cut: int) -> Tensor | None:
+        """The cotangent of [start, stop) as [1, K, S, D], to be added to in place; None where values are read elsewhere."""
+        return self._cotangent(cut)[start - self._base : stop - self._base].transpose(0, 1)[None]
+
     def take(self, start: int, stop: int) -> Tensor | None:
         """The cotangent of [start, stop) as [1, K, S, D], cleared from the stack; None where there is none."""
         if self.cotangent_PKD is None or start < self._base:

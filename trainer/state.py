@@ -32,7 +32,9 @@ from transformers.cache_utils import Cache
 
 from longstraw_agents.errors import ModelError, StaleStateError
 from longstraw_agents.trainer.attention import PrefixAttention, Spec
+from longstraw_agents.trainer.paged import Page
 from longstraw_agents.trainer.pages import Placement, page_borders, staged
+from longstraw_agents.trainer.quantized import ByteStack
 from longstraw_agents.trainer.stack import BLOCK, Stack, wide
 
 
@@ -234,6 +236,29 @@ class StoredPrefix:
         for start, (k, v) in staged(stacks, borders):
             yield start, k, v
 
+    def pages(self, gradient: bool) -> Iterator[list[Page]] | None:
+        """Of a state in 8 bits its codes: one list where they lie on the device, else a list of one staged page at a time."""
+        keys, values = self._state.keys, self._state.values
+        if not isinstance(keys, ByteStack) or not isinstance(values, ByteStack):
+            return None
+        return self._coded(keys, values, gradient)
+
+    def _coded(self, keys: ByteStack, values: ByteStack, gradient: bool) -> Iterator[list[Page]]:
+        borders = page_borders(0, self.length, self._cut, keys.codes.page)
+        resident = []
+        for start, (k, v, *scales) in staged((keys.codes, values.codes, keys.scales, values.scales), borders):
+            found = Page(k, v, *scales)
+            if gradient and start >= self._cut:
+                found = replace(found, dk=_target(keys, start, k, self._cut), dv=_target(values, start, v, self._cut))
+            if keys.codes.page is None:
+                resident.append(found)
+                continue
+            yield [found]
+            if found.dk is not None and found.dv is not None:
+                self.add(start, found.dk, found.dv)
+        if resident:
+            yield resident
+
     def joined(self, k_1KTD: Tensor, v_1KTE: Tensor) -> tuple[Tensor, Tensor] | None:
         """One row's chunk lies after its prefix in the same stacks; a replay writes it there too."""
         run = self._run
@@ -260,6 +285,12 @@ class StoredPrefix:
         """Add to the cotangent of the keys and values from `start` on."""
         self._state.keys.add(start, dk_1KSD, self._cut)
         self._state.values.add(start, dv_1KSE, self._cut)
+
+
+def _target(stack: ByteStack, start: int, codes_1KSD: Tensor, cut: int) -> Tensor:
+    """Where a page's gradient is added: the cotangent itself where the device holds it, else zeros to be added to it later."""
+    held = stack.cotangent(start, start + codes_1KSD.shape[2], cut)
+    return torch.zeros_like(codes_1KSD, dtype=torch.float32) if held is None else held
 
 
 class RecurrentState(LayerState):
