@@ -2,6 +2,7 @@
 
     all     start the arms of all experiments as processes, keep their progress in one file, stop them at the deadline
     arm     one of them, in this process
+    stretch the model with a stretched rotary embedding, as the long arms use it
     report  that file as tables, plots and figures
 
 Experiments (arms in `learning_arms.py` and `learning_long.py`): exact against detached and conventional gradients; trees with
@@ -24,10 +25,10 @@ import click
 from longstraw_agents import figures
 
 ROOT = Path(__file__).resolve().parents[1]
-#: In the order in which they are started.
-KINDS = ("long", "truncated", "exact", "detached", "conventional", "flat", "tree", "ours", "trl")
+#: Kinds of arms, in the order in which they are started.
 LONG = ("long", "truncated")
-GRADIENTS = ("exact", "detached", "conventional")
+GRADIENTS = ("exact", "detached", "conventional", "exact2", "detached2", "conventional2")
+KINDS = (*LONG, *GRADIENTS, "flat", "tree", "ours", "trl")
 POLL = 2.0  # seconds
 LOG_CHARS = 4000
 
@@ -37,13 +38,18 @@ def names(kinds: tuple[str, ...], seeds: int) -> list[str]:
     return [f"{kind}-{seed}" for kind in KINDS if kind in kinds for seed in range(1 if kind in LONG else seeds)]
 
 
+def kind_of(name: str) -> str:
+    """An arm's kind, from its name."""
+    return name.rpartition("-")[0]
+
+
 class Arms:
     """The processes of all arms: at most `jobs` at once. Each long one has a GPU of its own, from the last one down; of those
-    that are left the gradient experiment has the first, the other two the last."""
+    that are left the gradient experiments have the first, the other two the last. Gradient experiments alone spread by seed."""
 
     def __init__(self, waiting: list[str], jobs: int, gpus: int, work: Path, options: list[str]) -> None:
         self.waiting, self.jobs, self.gpus, self.work, self.options = waiting, jobs, gpus, work, options
-        self.kinds = {name.rpartition("-")[0] for name in waiting}
+        self.kinds = {kind_of(name) for name in waiting}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}
 
@@ -58,7 +64,8 @@ class Arms:
         return bool(self.running)
 
     def _start(self, name: str) -> None:
-        gpu = self._gpu(name.rpartition("-")[0])
+        gpu, alone = self._gpu(kind_of(name)), self.kinds <= set(GRADIENTS)
+        gpu = int(name.rpartition("-")[2]) % self.gpus if alone else gpu
         given = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": str(gpu),
@@ -77,7 +84,7 @@ class Arms:
 
     def _memory(self, name: str) -> list[str]:
         """The option that keeps two long arms on one GPU from taking each other's memory, and what other arms there need."""
-        kind = name.rpartition("-")[0]
+        kind = kind_of(name)
         on = [self._gpu(each) for each in self.kinds]
         if kind not in LONG or on.count(self._gpu(kind)) == 1:
             return []
@@ -175,16 +182,30 @@ def arm(name: str, scale: str, model: str, device: str, work: Path, until: float
 
 
 @main.command()
-@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--model", default="smollm2-135m-instruct", show_default=True, help="That, or a model's folder.")
+@click.option("--factor", default=16, show_default=True, help="Times the positions that it was trained on.")
+def stretch(folder: Path, model: str, factor: int) -> None:
+    """Write the model into FOLDER with its rotary embedding stretched (YaRN), as the long arms use it."""
+    from benchmarks.learning_long import extended
+
+    extended(model, folder, factor)
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    click.echo(f"{folder} has {positions:,} positions")
+
+
+@main.command()
+@click.argument("results", type=click.Path(exists=True, path_type=Path), nargs=-1, required=True)
 @click.option("--without", default="", help="Kinds of arms to leave out, with commas.")
 @click.option("--record", is_flag=True, help="Write the figures, and the tables and plots of docs/learning.md.")
-def report(results: Path, without: str, record: bool) -> None:
-    """The file of `all` as tables and figures."""
+def report(results: tuple[Path, ...], without: str, record: bool) -> None:
+    """Files of `all` as tables and figures; where two have an arm, the later file's is taken."""
     from benchmarks.learning_report import Report
 
-    values = json.loads(results.read_text())
-    values["arms"] = {name: arm for name, arm in values["arms"].items() if name.rpartition("-")[0] not in without.split(",")}
-    found = Report(values)
+    files = [json.loads(path.read_text()) for path in results]
+    for values in files:
+        values["arms"] = {name: arm for name, arm in values["arms"].items() if kind_of(name) not in without.split(",")}
+    found = Report(*files)
     click.echo(found.tables())
     if record:
         found.record()

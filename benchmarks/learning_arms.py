@@ -5,6 +5,7 @@ seeds, adapter and learning rate, and are evaluated on the same held-out tasks a
 update or at its deadline, and whatever ends it, its file holds the curve up to there.
 
     exact, detached, conventional   the gradient, on Documents: the reward depends on reading a prompt of 2,000 tokens and more
+    exact2, detached2, conventional2   the same where a number's name is asked for, which is harder to learn
     flat, tree                      groups of whole episodes, or forked late with node credit, on Calls with five turns
     ours, trl                       this trainer and TRL's GRPOTrainer, on Calls with one turn
     long, truncated                 see `learning_long.py`
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import calls, documents
+from benchmarks.against_trl import train_with_trl
 from longstraw_agents.collection import CollectConfig
-from longstraw_agents.episodes import World, make_registered
 from longstraw_agents.evaluation import EvaluateSettings, outcomes
 from longstraw_agents.forking import TreeConfig
 from longstraw_agents.loop import Loop, RunConfig, RunSettings, TaskSettings
@@ -38,7 +37,7 @@ from longstraw_agents.segmenter import PrefixTree, SegmenterConfig
 from longstraw_agents.trainer import kernels
 from longstraw_agents.trainer.advantages import AdvantageConfig
 from longstraw_agents.trainer.conventional import log_probabilities
-from longstraw_agents.trainer.models import LoraSettings, ModelConfig, load_adapter, save_adapter
+from longstraw_agents.trainer.models import LoraSettings, ModelConfig
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.receipt import versions
 from longstraw_agents.trainer.replay import ReplayConfig, Scores
@@ -46,15 +45,14 @@ from longstraw_agents.trainer.update import TrainerConfig
 from longstraw_agents.types import FAILED
 from longstraw_agents.warmstart import WarmStart
 
-GRADIENTS = ("exact", "detached", "conventional")
-ROOT = Path(__file__).resolve().parents[1]
+GRADIENTS = ("exact", "detached", "conventional", "exact2", "detached2", "conventional2")
 EVALUATION = 60.0  # seconds kept for the evaluation of what TRL trained
 
 
 @dataclass(frozen=True)
 class Scale:
     """Sizes: tasks and samples of an update, updates between evaluations, held-out tasks (twice sampled), updates at most,
-    and in the comparison with TRL; of the reading task updates that imitate, and characters of its text."""
+    and in the comparison with TRL; of the reading task updates that imitate, characters of its text, facts, and what it asks."""
 
     groups: int = 4
     samples: int = 8
@@ -64,9 +62,16 @@ class Scale:
     trl_updates: int = 20
     imitated: int = 6
     chars: int = 10_000
+    facts: int = 4
+    ask: str = "number"
 
 
 SCALES = {"full": Scale(), "small": Scale(2, 3, 1, 2, 2, 2, 1, 600)}
+#: Of the harder reading task.
+NAMES = {
+    scale: replace(sizes, every=2 * sizes.every, imitated=2 * sizes.imitated, facts=8, ask="name")
+    for scale, sizes in SCALES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Arm:
     @property
     def sizes(self) -> Scale:
         """Its sizes."""
-        return SCALES[self.scale]
+        return (NAMES if self.kind.endswith("2") else SCALES)[self.scale]
 
 
 class Progress:
@@ -126,7 +131,9 @@ class Progress:
 def configuration(arm: Arm) -> RunConfig:
     """The run of any arm but the long ones."""
     sizes, reads = arm.sizes, arm.kind in GRADIENTS
-    options: dict[str, Any] = {"chars": sizes.chars} if reads else {"questions": 5 if arm.kind in ("flat", "tree") else 1}
+    options: dict[str, Any] = {"questions": 5 if arm.kind in ("flat", "tree") else 1}
+    if reads:
+        options = {"chars": sizes.chars, "facts": sizes.facts, "ask": sizes.ask}
     tree = arm.kind == "tree"
     return RunConfig(
         run=RunSettings(name=arm.name, folder=arm.folder, updates=sizes.updates, seed=arm.seed),
@@ -137,11 +144,12 @@ def configuration(arm: Arm) -> RunConfig:
         model=ModelConfig(arm.model, "bfloat16" if arm.device == "cuda" else "float32", arm.device, LoraSettings(), arm.seed),
         policy=PolicySettings(step_tokens=16384),
         collect=CollectConfig(
-            max_action_tokens=24, max_trajectory_tokens=4096 if reads else 1024, concurrency=48 if reads else 64,
+            max_action_tokens=12 if sizes.ask == "name" else 24, max_trajectory_tokens=4096 if reads else 1024,
+            concurrency=48 if reads else 64,
             tree=TreeConfig(trunks=2) if tree else None,
         ),
         trainer=TrainerConfig(
-            replay=ReplayConfig("detached" if arm.kind == "detached" else "exact", chunk=1536, pack=4096),
+            replay=ReplayConfig("detached" if arm.kind.startswith("detached") else "exact", chunk=1536, pack=4096),
             # a few hundred tokens are run faster than shared: then a group is one run of all its members
             segmenter=SegmenterConfig() if reads else SegmenterConfig(min_span=1024),
             optimizer=OptimizerConfig(learning_rate=1e-3),
@@ -198,7 +206,7 @@ def run_arm(arm: Arm) -> None:
     # FlashAttention-4 compiles for half a minute, and cuDNN plans anew for every length: not worth it for short prompts.
     kernels.KERNELS = tuple(sorted(kernels.KERNELS, key=lambda kernel: kernel.name not in ("torch-flash", "torch-cpu-flash")))
     with Loop(configuration(arm)) as loop:
-        if arm.kind == "conventional":
+        if arm.kind.startswith("conventional"):
             loop.trainer._open = lambda tree: ConventionalReplay(loop.model, tree)  # type: ignore[method-assign,assignment,return-value]
         progress.set(settings=json.loads(json.dumps(loop.store.runs()[-1].config)))
         watch = Watch(loop, progress, arm.deadline)
@@ -282,42 +290,15 @@ def _answers(members: Sequence[Any]) -> float | None:
 
 
 def run_trl(arm: Arm) -> None:
-    """The same tasks, samples, adapter and learning rate with TRL, in a process of its own; evaluated as ours is.
-
-    $LONGSTRAW_TRL_PYTHON: the interpreter that has trl, where this one has not.
-    """
+    """The same tasks, samples, adapter and learning rate with TRL; evaluated as ours is."""
     progress, config = Progress(arm), configuration(arm)
     config = replace(config, run=replace(config.run, updates=0))
-    folder, updates = arm.folder, arm.sizes.trl_updates
+    updates = arm.sizes.trl_updates
     with Loop(config) as loop:
         watch = Watch(loop, progress, arm.deadline)
         watch.evaluate("before")
-        save_adapter(loop.model, folder / "first")
-        rows = []
-        for task in (task for update in range(1, updates + 1) for task in loop.tasks(update)):
-            messages = World(make_registered, task).reset().messages
-            shown = [{"role": message.role, "content": message.content} for message in messages]
-            ids = loop.tokenizer.apply_chat_template(shown, add_generation_prompt=True)["input_ids"]
-            assert list(ids) == loop.renderer.first(messages).ids.tolist(), "both trainers must read the same prompt"
-            rows.append({"prompt": shown, "task_seed": task.seed})
-        settings = {
-            "model": loop.model.base_model.model.config.name_or_path, "dtype": config.model.dtype, "device": arm.device,
-            "adapter": str(folder / "first"), "out": str(folder / "last"), "seed": arm.seed, "updates": updates,
-            "learning_rate": config.trainer.optimizer.learning_rate, "tasks": config.tasks.groups,
-            "samples": config.tasks.samples, "max_tokens": config.collect.max_action_tokens,
-            "deadline": arm.deadline - EVALUATION, "rows": rows,
-        }  # fmt: skip
-        (folder / "trl.json").write_text(json.dumps(settings))
-        if arm.device == "cuda":
-            torch.cuda.empty_cache()
-        python = os.environ.get("LONGSTRAW_TRL_PYTHON", sys.executable)
-        command = [python, str(ROOT / "benchmarks" / "trl_grpo.py"), str(folder / "trl.json")]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))})
-        report = json.loads((folder / "last" / "report.json").read_text())
+        report = train_with_trl(loop, updates, arm.deadline - EVALUATION)
         progress.set(**report)
-        load_adapter(loop.model, folder / "last")
-        loop.trainer.version = updates
-        loop.policy.refresh(updates)
         watch.evaluate("trl")
         progress.values["evaluations"][-1] |= {"update": len(report["updates"]), "seconds": report["seconds"]}
         progress.set(ended="updates" if len(report["updates"]) == updates else "deadline")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,30 @@ from longstraw_agents.statistics import compare, mean_interval
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "learning.md"
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
-#: Figure: (arms that are compared: earlier, later, and what else is shown beside them), what is compared, heading.
-EXPERIMENTS = {
-    "learn.exact_minus_detached_points": (
-        ("detached", "exact", "conventional"), "success", "Exact, detached and conventional gradients, reading 2,500 tokens"
+
+
+class Experiment(NamedTuple):
+    """kinds: the arms that are compared (earlier, later), and what else is shown beside them; of: what is compared."""
+
+    figure: str
+    kinds: tuple[str, ...]
+    of: str
+    heading: str
+
+
+#: Where two have one figure, the later one with evidence gives it.
+EXPERIMENTS = (
+    Experiment(
+        "learn.exact_minus_detached_points", ("detached", "exact", "conventional"), "success",
+        "Exact, detached and conventional gradients, reading 2,500 tokens",
     ),
-    "learn.tree_minus_flat_points": (("flat", "tree"), "returns", "Trees with node credit and flat groups, five turns"),
-    "learn.trl_difference_points": (("trl", "ours"), "success", "Ours and TRL's GRPOTrainer, one tool call"),
-}  # fmt: skip
+    Experiment(
+        "learn.exact_minus_detached_points", ("detached2", "exact2", "conventional2"), "success",
+        "Exact, detached and conventional gradients, asked for what stands before",
+    ),
+    Experiment("learn.tree_minus_flat_points", ("flat", "tree"), "returns", "Trees with node credit and flat groups, five turns"),
+    Experiment("learn.trl_difference_points", ("trl", "ours"), "success", "Ours and TRL's GRPOTrainer, one tool call"),
+)  # fmt: skip
 LONG_KINDS = ("long", "truncated")
 LONG = {"learn.long_gain_points": "after minus before", "learn.long_gain_over_truncated_points": "full length minus ends only"}
 
@@ -38,42 +54,50 @@ def valid_lengths(row: dict[str, Any]) -> list[int]:
 
 
 class Report:
-    """Reads the file of `all`; arms without a usable evaluation are left out and named."""
+    """Reads files of `all`; where two have an arm, the later file's is taken. Arms without a usable evaluation are left out and
+    named."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.head = {key: values[key] for key in ("measured", "command")}
-        self.arms = {name: result["progress"] for name, result in values["arms"].items() if result["progress"]}
-        self.failed = sorted(name for name, result in values["arms"].items() if result["code"] or not result["progress"])
+    def __init__(self, *files: dict[str, Any]) -> None:
+        results = {name: result for values in files for name, result in values["arms"].items()}
+        self.heads = {name: (values["measured"], values["command"]) for values in files for name in values["arms"]}
+        self.arms = {name: result["progress"] for name, result in results.items() if result["progress"]}
+        self.failed = sorted(name for name, result in results.items() if result["code"] or not result["progress"])
 
     def tables(self) -> str:
         """All experiments as Markdown."""
-        parts = [self._experiment(figure) for figure in EXPERIMENTS] + [self._long()]
+        parts = [self._experiment(experiment) for experiment in EXPERIMENTS] + [self._long()]
         if self.failed:
             parts.append(f"Arms that failed: {', '.join(self.failed)}.")
         return "\n\n".join(part for part in parts if part)
 
     def record(self) -> None:
         """Write the figures that there is evidence for, and tables and plots into docs/learning.md."""
-        for figure, (kinds, of, _) in EXPERIMENTS.items():
+        for figure, kinds, of, heading in EXPERIMENTS:
             found = self._differences(kinds, of)
             if len(found) < 2:
                 continue
             mean, interval = mean_interval(list(found.values()))
             at = {seed: self._common(kinds, seed) for seed in found}
             sampled = {kind: {seed: self._evaluations(kind, seed)[at[seed]]["sampled"] for seed in at} for kind in kinds[:2]}
-            extra = {"interval": interval, "compared": of, "at_update": at, "tokens_sampled": sampled, "arms": self._costs(kinds)}
-            self._record(figure, mean, list(found.values()), extra)
+            extra = {
+                "interval": interval, "compared": of, "experiment": heading, "at_update": at, "tokens_sampled": sampled,
+                "over_all_updates": mean_interval(list(self._over_all(kinds, of).values())), "arms": self._costs(kinds),
+            }  # fmt: skip
+            self._record(figure, kinds, mean, list(found.values()), extra)
         for figure, (difference, interval, trials) in self._gains().items():
-            self._record(figure, difference, trials, {"interval": interval, "arms": self._costs(LONG_KINDS)})
+            self._record(figure, LONG_KINDS, difference, trials, {"interval": interval, "arms": self._costs(LONG_KINDS)})
         text = PAGE.read_text(encoding="utf-8")
         begin, end = (text.index(mark) for mark in MARKS)
         body = "\n\n".join([MARKS[0], self.tables(), *self._plots(), ""])
         PAGE.write_text(text[:begin] + body + text[end:], encoding="utf-8")
 
-    def _record(self, figure: str, value: float, trials: Sequence[float], extra: dict[str, Any]) -> None:
+    def _record(
+        self, figure: str, kinds: Sequence[str], value: float, trials: Sequence[float], extra: dict[str, Any]
+    ) -> None:
+        measured, command = next(head for name, head in self.heads.items() if name.rpartition("-")[0] in kinds)
         figures.record(
             figure, round(value, 2), unit="points", trials=[round(trial, 2) for trial in trials], extra=extra,
-            command=self.head["command"], measured=self.head["measured"],
+            command=command, measured=measured,
         )  # fmt: skip
 
     # -- experiments over seeds -----------------------------------------------------------------------------------------
@@ -90,8 +114,21 @@ class Report:
 
     def _common(self, kinds: Sequence[str], seed: int) -> int:
         """The last update after which the first two kinds were evaluated."""
+        return max(self._shared(kinds, seed))
+
+    def _shared(self, kinds: Sequence[str], seed: int) -> set[int]:
+        """Updates after which the first two kinds were evaluated."""
         first, second = (set(self._evaluations(kind, seed)) for kind in kinds[:2])
-        return max(first & second)
+        return first & second
+
+    def _over_all(self, kinds: Sequence[str], of: str) -> dict[int, float]:
+        """As `_differences`, but the mean over all updates with an evaluation instead of the last: how fast the arms learned."""
+        found = {}
+        for seed in self._differences(kinds, of):
+            at = sorted(self._shared(kinds, seed) - {0})
+            first, second = (np.mean([np.mean(self._evaluations(kind, seed)[each][of]) for each in at]) for kind in kinds[:2])
+            found[seed] = 100 * float(second - first)
+        return found
 
     def _differences(self, kinds: Sequence[str], of: str) -> dict[int, float]:
         """Points by seed that the second kind is above the first, at their last common update."""
@@ -103,8 +140,8 @@ class Report:
                 found[seed] = 100 * compare(rows[0][of], rows[1][of]).difference
         return found
 
-    def _experiment(self, figure: str) -> str:
-        kinds, of, heading = EXPERIMENTS[figure]
+    def _experiment(self, experiment: Experiment) -> str:
+        _, kinds, of, heading = experiment
         seeds = self._seeds(kinds)
         if not seeds:
             return ""
@@ -116,11 +153,12 @@ class Report:
         lines += ["", "| | seconds an update | tokens sampled | peak GPU MiB |", "|---|---|---|---|"]
         for kind, cost in self._costs(kinds).items():
             lines.append(f"| {kind} | {cost['seconds']:.2f} | {cost['sampled']:,} | {cost['gpu_peak_mib']:,.0f} |")
-        found = self._differences(kinds, of)
-        if len(found) > 1:
-            mean, (low, high) = mean_interval(list(found.values()))
-            each = ", ".join(f"{value:+.1f}" for value in found.values())
-            lines += ["", f"{kinds[1]} minus {kinds[0]}: {mean:+.1f} points [{low:+.1f}, {high:+.1f}] over seeds ({each})."]
+        for found, when in ((self._differences(kinds, of), "at the end"), (self._over_all(kinds, of), "mean over all updates")):
+            if len(found) > 1:
+                mean, (low, high) = mean_interval(list(found.values()))
+                each = ", ".join(f"{value:+.1f}" for value in found.values())
+                points = f"{mean:+.1f} points [{low:+.1f}, {high:+.1f}] over seeds ({each})"
+                lines += ["", f"{kinds[1]} minus {kinds[0]}, {when}: {points}."]
         return "\n".join(lines)
 
     def _mean(self, kind: str, seeds: Sequence[int], at: int, of: str) -> str:
@@ -200,7 +238,7 @@ class Report:
         from matplotlib.figure import Figure
 
         shown = []
-        for figure, (kinds, of, heading) in EXPERIMENTS.items():
+        for _, kinds, of, heading in EXPERIMENTS:
             if not self._seeds(kinds):
                 continue
             image = Figure(figsize=(6, 3.2), layout="constrained")
@@ -212,7 +250,7 @@ class Report:
                     axes.plot([at for at, _ in rows], line, f"C{color}.-", alpha=0.7, label=kind if seed == 0 else None)
             axes.set(xlabel="update", ylabel=f"held-out {of}")
             axes.legend()
-            path = PAGE.parent / "results" / f"learning_{figure.split('.')[1].split('_')[0]}.svg"
+            path = PAGE.parent / "results" / f"learning_{kinds[1]}.svg"
             image.savefig(path)
             shown.append(f"![{heading}](results/{path.name})")
         return shown

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the tasks that `learning.py` writes for its TRL arms: `python benchmarks/trl_grpo.py SETTINGS.json`.
+"""TRL's GRPOTrainer on the tasks that `against_trl.py` writes: `python benchmarks/trl_grpo.py SETTINGS.json`.
 
 A process of its own, and an environment of its own where trl==1.16.0 is not installed beside ours. The rewards come from the
 same environment as ours. The adapter that it starts from is given as a folder, so both trainers begin with the same weights.
@@ -22,7 +22,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.calls import ENV_ID
+import longstraw_agents.envs  # noqa: F401  registers the environments
 
 
 class Grade:
@@ -31,33 +31,35 @@ class Grade:
 
     __name__ = "grade"
 
-    def __init__(self, end: int) -> None:
-        """end: the token that ends an action."""
-        self.end = end
+    def __init__(self, end: int, env: str, options: dict[str, Any]) -> None:
+        """end: the token that ends an action; env: a gymnasium id; options: of its reset."""
+        self.end, self.env, self.options = end, env, options
 
     def __call__(
         self, completions: list[list[dict[str, str]]], completion_ids: list[list[int]], task_seed: list[int], **_: object
     ) -> list[float]:
         rewards = []
         for completion, ids, seed in zip(completions, completion_ids, task_seed, strict=True):
-            env = gymnasium.make(ENV_ID)
-            env.reset(seed=seed, options={"split": "train"})
+            env = gymnasium.make(self.env, disable_env_checker=True)
+            env.reset(seed=seed, options=self.options)
             rewards.append(float(env.step(completion[0]["content"])[1]) if ids[-1] == self.end else 0.0)
             env.close()
         return rewards
 
 
 class Deadline(TrainerCallback):  # type: ignore[misc]
-    """Stops the training after the first update that ends past the deadline, and notes when each one ended."""
+    """Stops the training after the first update that ends past the deadline, if any, and notes when each one ended."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float | None) -> None:
         self.deadline = deadline
         self.ended: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop when the time is up."""
         self.ended.append(time.time())
-        control.should_training_stop = control.should_training_stop or time.time() > self.deadline
+        control.should_training_stop = control.should_training_stop or (
+            self.deadline is not None and time.time() > self.deadline
+        )
 
 
 def config_of(settings: dict[str, Any]) -> GRPOConfig:
@@ -80,8 +82,9 @@ def main(path: Path) -> None:
     model = PeftModel.from_pretrained(model, settings["adapter"], is_trainable=True)
     watch = Deadline(settings["deadline"])
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=Grade(tokenizer.eos_token_id), args=config_of(settings),
-        callbacks=[watch], train_dataset=Dataset.from_list(settings["rows"]),
+        model=model, processing_class=tokenizer, args=config_of(settings), callbacks=[watch],
+        reward_funcs=Grade(tokenizer.eos_token_id, settings["env"], settings["options"]),
+        train_dataset=Dataset.from_list(settings["rows"]),
     )  # fmt: skip
     started = time.time()
     trainer.train()

@@ -28,18 +28,21 @@ from longstraw_agents.trainer.replay import Engine  # noqa: E402
 from longstraw_agents.types import Group, Task  # noqa: E402
 
 
+@pytest.mark.parametrize("ask", ["number", "name"])
 @pytest.mark.parametrize("questions", [1, 4])
-def test_the_documents_solver_earns_everything_and_a_wrong_number_a_little(questions: int) -> None:
+def test_the_documents_solver_earns_everything_and_a_wrong_value_a_little(questions: int, ask: str) -> None:
     env = gymnasium.make(documents.ENV_ID)
-    options = {"chars": 2000, "facts": 5, "questions": questions}
+    options = {"chars": 2000, "facts": 5, "questions": questions, "ask": ask}
     for seed in range(4):
         text, _ = env.reset(seed=seed, options=options)
         task = env.unwrapped
         assert all(text.count(f"The number of {name} is") == 1 for name in task.names)
+        assert (task.values[0] if ask == "name" else task.names[0]) in text.splitlines()[-1]
         rewards = [env.step(action) for action in list(task.solver())]
         assert rewards[-1][4]["success"] and sum(step[1] for step in rewards) == pytest.approx(1.2)
         env.reset(seed=seed, options=options)
-        wrong = [env.step(f"It is {task.values[-1 if asked == 0 else 0]}.") for asked in range(questions)]
+        values = task.names if ask == "name" else task.values
+        wrong = [env.step(f"It is {values[-1 if asked == 0 else 0]}.") for asked in range(questions)]
         assert not wrong[-1][4]["success"] and sum(step[1] for step in wrong) == pytest.approx(0.2)
 
 
@@ -121,4 +124,12 @@ def test_arms_are_compared_at_their_last_common_update() -> None:
     report = learning_report.Report({"measured": {}, "command": "", "arms": arms})
     assert report._differences(("detached", "exact"), "success") == {0: 50.0, 1: 50.0}
     tables = report.tables()
-    assert "exact minus detached: +50.0 points [+50.0, +50.0]" in tables and "Arms that failed: tree-0." in tables
+    assert "exact minus detached, at the end: +50.0 points [+50.0, +50.0]" in tables and "Arms that failed: tree-0." in tables
+    assert "exact minus detached, mean over all updates: +50.0 points" in tables
+
+
+def test_a_later_files_arm_replaces_an_earlier_ones() -> None:
+    wrong = {"measured": {}, "command": "first", "arms": {"exact-0": {"code": 1, "progress": None}, "trl-0": arm({0: [0, 0]})}}
+    right = {"measured": {}, "command": "second", "arms": {"exact-0": arm({0: [0, 0], 5: [1, 0]})}}
+    report = learning_report.Report(wrong, right)
+    assert not report.failed and report.heads["exact-0"][1] == "second" and report.heads["trl-0"][1] == "first"
