@@ -9,7 +9,8 @@ Stages (`--stages a,b,...`), each of which says what it does, and writes its num
                 attention and with our kernel, `--members` members run and multiplied. Both sides do one scoring pass
     memory      peak GPU memory of an exact update for G = 2, 8, 32
     positions   one update (`--model`, `--gradient`) at `--context` positions, with the capture's share of the kernel's own
-                rate. `--deadline` seconds after its start it stops at a chunk's border and reports how far it came
+                rate. `--deadline` seconds after its start it stops at a chunk's border and reports how far it came; with
+                `--journal DIR` it leaves a checkpoint there, and the same command goes on with it
     peaks       peak memory of exact and detached updates on six shapes, for `longstraw plan`'s forecast to be held against
     curves      time, peak memory and the capture's share of the kernel's rate by length and by G, beside conventional
     paged       a gradient with states in host memory under a budget below their size, against the same on the device
@@ -174,6 +175,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1048576)
     parser.add_argument("--no-outputs", action="store_true", help="keep no attention outputs of captured chunks")
     parser.add_argument("--deadline", type=float, help="seconds after which an update stops at a chunk's border")
+    parser.add_argument("--journal", type=Path, help="folder: an update that stops at --deadline goes on at the next call")
+    parser.add_argument("--piece-seconds", type=float, default=300.0, help="seconds between two checkpoints of the journal")
+    parser.add_argument("--place", choices=["device", "host"], help="where states lie, in place of the shape's own choice")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two lines of progress")
     parser.add_argument("--memory-prompt", type=int, default=131072)
     parser.add_argument("--lengths", default="32768,65536,131072,262144,524288", help="prompts of the curves")

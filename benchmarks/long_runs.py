@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.long_shapes import DEVICE
+from longstraw_agents.trainer.journal import JournalConfig
 from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.pages import Placement
@@ -33,14 +34,15 @@ def say(text: str) -> None:
 
 
 def trainer(
-    model: nn.Module, gradient: str, chunk: int, pack: int, *, score: bool = True, placement: Placement | None = None
-) -> Trainer:
+    model: nn.Module, gradient: str, chunk: int, pack: int, *, score: bool = True, placement: Placement | None = None,
+    journal: JournalConfig | None = None,
+) -> Trainer:  # fmt: skip
     """Ours. `score` keeps a scoring pass (a weight for the sampler mismatch needs one); exact updates keep attention outputs."""
     config = TrainerConfig(
         replay=ReplayConfig(
             gradient, chunk=chunk, pack=pack, logit_piece=1024, placement=placement or Placement(outputs=gradient == "exact")
         ),
-        loss=LossConfig(mismatch_cap=2.0 if score else None), optimizer=OptimizerConfig(learning_rate=1e-9),
+        loss=LossConfig(mismatch_cap=2.0 if score else None), optimizer=OptimizerConfig(learning_rate=1e-9), journal=journal,
     )  # fmt: skip
     return Trainer(model, config)
 

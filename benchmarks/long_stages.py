@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.long_runs import OutOfTimeError, Progress, clear, say, timed, timed_once, trainer
+from benchmarks.long_runs import STARTED, OutOfTimeError, Progress, clear, say, timed, timed_once, trainer
 from benchmarks.long_shapes import DEVICE, SHAPES, build, make_group
+from longstraw_agents.errors import UpdateStoppedError
 from longstraw_agents.segmenter import segment
 from longstraw_agents.trainer import comparison, kernels
+from longstraw_agents.trainer.journal import JournalConfig
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.receipt import versions
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
@@ -34,7 +38,10 @@ FITTED = ("smollm2_135m", "hybrid_1024")
 
 
 def stage_positions(options: argparse.Namespace, save: Save) -> dict[str, Any]:
-    """One update at `--context` positions, G = 2: finished, or how far it came by the deadline, or why it ended."""
+    """One update at `--context` positions: finished, or how far it came by the deadline, or why it ended.
+
+    With `--journal` it ends at the deadline with a checkpoint, and the same command goes on from there.
+    """
     shape, name = SHAPES[options.model], options.model
     config = shape.make(options.scale)
     if shape.kind == "GlmMoeDsaForCausalLM":
@@ -43,24 +50,36 @@ def stage_positions(options: argparse.Namespace, save: Save) -> dict[str, Any]:
     model = build(name, torch.bfloat16, options.scale)
     weights = sum(p.nbytes for p in model.parameters())
     placement = shape.placement(options.gradient, not options.no_outputs)
+    placement = replace(placement, place=options.place or placement.place)
     result: dict[str, Any] = {
         "model": name, "scale": options.scale, "gradient": options.gradient, "context": options.context, "finished": False,
         "response": options.response, "group": options.group, "chunk": options.chunk, "pack": options.pack,
         "place": placement.place, "outputs": placement.outputs, "weight_bytes": weights,
     }  # fmt: skip
     say(f"{weights / 1e9:.2f} GB of weights; a short update first: kernels are compiled")
-    make = lambda: trainer(model, options.gradient, options.chunk, options.pack, placement=placement)
+    make = lambda journal=None: trainer(
+        model, options.gradient, options.chunk, options.pack, placement=placement, journal=journal
+    )  # fmt: skip
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
     make().update([make_group(min(4096, options.context // 2), options.response, 2, config.vocab_size)])
+    with torch.no_grad():  # a process that goes on with a journal must begin with the same weights
+        for p, values in zip(trained, before, strict=True):
+            p.copy_(values)
     prompt = options.context - options.response
     group = make_group(prompt, options.response, options.group, config.vocab_size)
-    subject = make()
-    watch = Progress(subject.engine, prompt, options.deadline, lambda report: save(result | report), options.every)
+    subject = make(journal_of(options))
+    deadline = None if options.journal else options.deadline  # a journal stops at its own border
+    watch = Progress(subject.engine, prompt, deadline, lambda report: save(result | report), options.every)
     say(f"{options.gradient} update at {options.context:,} positions begins")
     try:
         receipt, measured = timed(lambda subject=subject: subject.update([group]))
     except OutOfTimeError as stop:
         say(str(stop))
         return result | stop.report
+    except UpdateStoppedError as stop:
+        say(str(stop))
+        return result | watch.report() | {"stopped": str(stop), "journal": subject.journal.report()}
     except torch.OutOfMemoryError as error:
         say(f"out of memory: {error}")
         return result | watch.report() | {"error": str(error)[:2000]}
@@ -72,12 +91,23 @@ def stage_positions(options: argparse.Namespace, save: Save) -> dict[str, Any]:
         "receipt": receipt.to_dict(),
     }  # fmt: skip
     say(f"finished in {measured['seconds']} s")
+    if options.journal:
+        result["journal"] = receipt.journal
+        subject.settle()
     save(result)
     del subject, watch
     alone = attention_seconds(config, prompt, options.chunk)
     if alone is not None:
         result |= {"kernel_alone_seconds": alone, "capture_fraction_of_kernel_rate": alone / receipt.seconds["capture"]}
     return result
+
+
+def journal_of(options: argparse.Namespace) -> JournalConfig | None:
+    """The journal that `--journal`, `--piece-seconds` and `--deadline` ask for."""
+    if options.journal is None:
+        return None
+    left = None if options.deadline is None else max(0.0, options.deadline - (time.perf_counter() - STARTED))
+    return JournalConfig(options.journal, options.piece_seconds, left)
 
 
 def attention_seconds(config: Any, length: int, chunk: int) -> float | None:

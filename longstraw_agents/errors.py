@@ -40,6 +40,10 @@ class StaleStateError(LongStrawError, RuntimeError):
     """A state was captured under other weights, tokens or settings than those it is read with."""
 
 
+class UpdateStoppedError(LongStrawError, RuntimeError):
+    """An update stopped at the end of its piece, as was asked for; its journal holds what is done, and a new start goes on."""
+
+
 class RankError(LongStrawError, RuntimeError):
     """Another process of the run died, hangs, or holds other weights; the run stops and can be resumed."""
 

@@ -49,7 +49,7 @@ from longstraw_agents.warmstart import Demonstrator, WarmStart, stored_groups
 #: What may differ between a run's stored configuration and the one it goes on with.
 MAY_CHANGE = (
     "run.updates", "run.evaluate_every", "run.keep", "run.folder", "run.store", "evaluate.", "guards.", "policy.", "metrics.",
-    "parallel.", "collect.workers", "collect.ray_", "collect.concurrency",
+    "parallel.", "trainer.journal", "collect.workers", "collect.ray_", "collect.concurrency",
 )  # fmt: skip
 
 
@@ -267,6 +267,7 @@ class Loop:
                 files=files,
                 receipt=receipt,
             )
+            self.trainer.settle()
             best_step = (self.best() or {"step": 0})["step"]
             prune(self.steps, keep={*range(update - self.config.run.keep + 1, update + 1), best_step})
         self._wake()

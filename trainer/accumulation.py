@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def accumulated(model: nn.Module) -> Iterator[None]:
+def accumulated(model: nn.Module) -> Iterator[dict[Tensor, Tensor | None]]:
     """Within the block, what back-propagation leaves in 16-bit parameters' `.grad` goes to a float32 sum; on exit the sum is
-    added to what `.grad` was before. Costs four bytes for each such parameter, within the block."""
+    added to what `.grad` was before. Costs four bytes for each such parameter, within the block.
+
+    Yields the sums by parameter: a sum may be read, or replaced, between two back-propagations."""
     chosen = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4]
     sums: dict[Tensor, Tensor | None] = {p: None if p.grad is None else p.grad.to(torch.float32) for p in chosen}
 
@@ -32,7 +34,7 @@ def accumulated(model: nn.Module) -> Iterator[None]:
         parameter.grad = None
     hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in chosen]
     try:
-        yield
+        yield sums
     finally:
         for hook in hooks:
             hook.remove()

@@ -34,7 +34,8 @@ class Receipt:
     the behaviour's (`credit.packed`).
     flips: decisions that recomputed chunks would have made otherwise: "routing" (tokens times layers; the recorded ones were
     used) and "selection" (queries times index layers; the recomputed ones were used). ranks: per process its peak MiB, bytes
-    of state, bytes sent by kind of exchange, and seconds in exchanges and idle.
+    of state, bytes sent by kind of exchange, and seconds in exchanges and idle. journal: where there is one, inputs by kind of
+    run that earlier processes did and that this one did, checkpoints written, their bytes and seconds, and why any failed.
     """
 
     first_version: int
@@ -53,6 +54,7 @@ class Receipt:
     tokens: dict[str, int] = field(default_factory=dict)
     recapture: dict[str, Any] = field(default_factory=dict)
     bounded: dict[str, Any] = field(default_factory=dict)
+    journal: dict[str, Any] = field(default_factory=dict)
     borders: list[list[tuple[int, int]]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     state_bytes: dict[str, int] = field(default_factory=dict)

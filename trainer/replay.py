@@ -36,7 +36,9 @@ from longstraw_agents.trainer.delta_rule import require_usable
 from longstraw_agents.trainer.frontier import Entry, find_frontier, started_from
 from longstraw_agents.trainer.head import find_head
 from longstraw_agents.trainer.heads import shared_rules
+from longstraw_agents.trainer.journal import Journal
 from longstraw_agents.trainer.pages import Placement
+from longstraw_agents.trainer.passes import Pass, Written
 from longstraw_agents.trainer.ranks import Ranks
 from longstraw_agents.trainer.recapture import FreshStates, Recapture, Span
 from longstraw_agents.trainer.stack import wide
@@ -163,9 +165,15 @@ class Engine:
             ACTIVE.reset(token)
         return result.last_hidden_state  # type: ignore[no-any-return]
 
-    def open(self, tree: PrefixTree, recapture: Recapture | None = None) -> TreeReplay:
-        """Begin work on a tree under the current weights; with `recapture`, states kept from earlier work are taken over."""
-        return TreeReplay(self, tree, recapture)
+    def open(self, tree: PrefixTree, recapture: Recapture | None = None, journal: Journal | None = None) -> TreeReplay:
+        """Begin work on a tree under the current weights; with `recapture`, states kept from earlier work are taken over.
+
+        journal: what was begun for the update that this is part of; an update that was stopped goes on from there. Raises
+        ConfigError for what it can't hold: states in 8 bits, several processes, and what recapture keeps.
+        """
+        if journal is not None and (recapture is not None or self.context.ranks.world > 1 or self.config.placement.bits):
+            raise ConfigError("a journal holds exact states of one process: leave out recapture, other processes, and `bits`")
+        return TreeReplay(self, tree, recapture, journal)
 
 
 @dataclass
@@ -197,10 +205,14 @@ class TreeReplay:
     engine: Engine
     tree: PrefixTree
     recapture: Recapture | None = None
+    journal: Journal | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    written: list[Written] = field(default_factory=list)  # the journal's: captured runs of the current path
+    told: dict[str, dict[str, int]] | None = None  # what another process reported of a pass that it finished
 
     def __post_init__(self) -> None:
+        self._pass: Pass | None = None  # the one that is journaled
         self._flat = _Flat.of(self.tree, self.engine.device)
         self._spans: dict[int, list[Span]] = {}  # of captured nodes, where states are kept
         self.state = make_state(self.engine.base, self._capacity(), self.engine.context, self.engine.config.placement)
@@ -232,7 +244,7 @@ class TreeReplay:
     def score(self, *, entropy: bool = False) -> Scores:
         """Log-probabilities of every loss entry, without autograd; captures inner nodes on the way and keeps the last path."""
         out = self._new_scores(entropy)
-        with self._reading(), torch.no_grad():
+        with self._reading(), self._journaled(out), torch.no_grad():
             for event, nodes in self._walk(last_first=False):
                 if event == "enter":
                     self._capture(nodes[0], out)
@@ -261,7 +273,7 @@ class TreeReplay:
         active, below = self._active(c, e)
         idle = lambda i: not active[i] and not self._scored and len(self.tree.nodes[i].loss_targets) > 0  # still to be scored
         out = self._new_scores(e_N is not None)
-        with self._reading(), accumulated(self.engine.model):
+        with self._reading(), accumulated(self.engine.model) as sums, self._journaled(out, sums, c, e):
             for event, nodes in self._walk(last_first=True):
                 node = self.tree.nodes[nodes[0]]
                 if event == "enter":
@@ -295,7 +307,7 @@ class TreeReplay:
                     run = Run(node.start - 1 + first, last - first, 1, writes=True, gradient=False)
                     self._forward([node], first, last, run, out)
                     if first > 0 and not self._may_reverse(node):
-                        self.state.drop(run.start)
+                        self._drop(run.start)
                     self._count("capture", node, last - first)
             else:
                 self._capture_kept(node, self._kept, out)
@@ -351,11 +363,13 @@ class TreeReplay:
 
     def _forward(self, group: Sequence[Node], first: int, last: int, run: Run, out: Scores | None) -> None:
         """One run without autograd; with `out`, its loss tokens are scored."""
+        if self._pass is not None and self._pass.skips:
+            return
         picks = self._picks(group, first, last) if out is not None else None
         wanted = out is not None and _carries_loss(group, first, last)
         hidden = self._decode(group, first, last, replace(run, hidden=wanted))
         self._score(hidden, picks, out)
-        self.state.collect()
+        self._collect(run)
 
     def _score(self, hidden: Tensor, picks: _Picks | None, out: Scores | None) -> None:
         if picks is not None and out is not None:
@@ -366,6 +380,8 @@ class TreeReplay:
         self, group: Sequence[Node], first: int, last: int, run: Run, c: Tensor, e: Tensor | None, out: Scores
     ) -> None:
         """One run with autograd: its loss tokens' c (and e) and its state's cotangent are the seeds."""
+        if self._pass is not None and self._pass.skips:
+            return
         picks = self._picks(group, first, last)
         with torch.enable_grad():
             # Processes that share a run all go to its end: what their graphs exchange must be alike.
@@ -383,7 +399,13 @@ class TreeReplay:
         roots = [(output, grad) for output, grad in roots if output.requires_grad]
         if roots:
             torch.autograd.backward([r[0] for r in roots], [r[1] for r in roots])
+        self._collect(run)
+
+    def _collect(self, run: Run) -> None:
+        """A run is done."""
         self.state.collect()
+        if self._pass is not None:
+            self._pass.ran(run)
 
     def _decode(self, group: Sequence[Node], first: int, last: int, run: Run) -> Tensor:
         """The decoder's forward over offsets [first, last) of the group's inputs: hidden states [B, T, C]."""
@@ -488,11 +510,31 @@ class TreeReplay:
         self._resident = [] if parent is None else self._resident[: self._resident.index(parent) + 1]
         self.state.truncate(0 if parent is None else self.tree.nodes[parent].stop - 1)
 
+    def _drop(self, border: int) -> None:
+        """Nothing will run backward from a border."""
+        self.state.drop(border)
+        if self._pass is not None:
+            self._pass.drop(border)
+
     def _now(self) -> float:
         """Seconds on a clock that has waited for the device."""
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         return time.perf_counter()
+
+    @contextmanager
+    def _journaled(self, out: Scores, sums: dict[Tensor, Tensor | None] | None = None, *given: Tensor | None) -> Iterator[None]:
+        """A pass, with its journal if there is one: runs that an earlier process did are skipped."""
+        self.told = None
+        if self.journal is None:
+            yield
+            return
+        self._pass = self.journal.open(self, out, {} if sums is None else sums, given)
+        try:
+            yield
+            self._pass.close()
+        finally:
+            self._pass = None
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -524,7 +566,18 @@ class TreeReplay:
         flat = torch.zeros(self._flat.total, dtype=wide(self.engine.dtype), device=self.engine.device)
         return flat.index_add_(0, self._flat.entry, vector_N.detach().to(flat))
 
+    def report(self) -> dict[str, dict[str, int]]:
+        """Of the last pass: "flips" of recomputed decisions, and "bytes" of state and cotangent."""
+        return self.told or {"flips": self.state.flips(), "bytes": self.state.nbytes()}
+
     def _count(self, kind: str, node: Node, inputs: int, group: Sequence[Node] = ()) -> None:
+        if self._pass is None or not self._pass.skips:
+            self._add(kind, node, inputs, group)
+        if self._pass is not None:
+            self._pass.border()
+            self._begun = self._now()
+
+    def _add(self, kind: str, node: Node, inputs: int, group: Sequence[Node]) -> None:
         now = self._now()
         self.seconds[kind] += now - self._begun  # type: ignore[assignment]  # a Counter of floats
         self._begun = now

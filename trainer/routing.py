@@ -37,6 +37,10 @@ class RoutingState:
         """Tokens of captured runs whose own scores would now pick otherwise."""
         return int(self._changed)
 
+    @flips.setter
+    def flips(self, count: int) -> None:
+        self._changed = count
+
     def decide(self, run: Run, picks_Tk: Tensor, experts: int) -> Tensor:
         """Record a captured run's picks, or give a rerun those that were recorded."""
         if run.rows != 1:

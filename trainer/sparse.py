@@ -64,6 +64,10 @@ class SparseState(LatentState):
         """Queries of captured spans whose recomputed selection was another."""
         return int(self._changed)
 
+    @flips.setter
+    def flips(self, count: int) -> None:
+        self._changed = count
+
     def begin(self, run: Run) -> None:
         """See `LayerState`; latents that were noted are forgotten."""
         super().begin(run)
@@ -232,6 +236,10 @@ class SparseState(LatentState):
         """See `LayerState`."""
         super().truncate(position)
         self._digests = {start: digest for start, digest in self._digests.items() if start < position}
+
+    def stacks(self) -> dict[str, Stack]:
+        """See `LayerState`."""
+        return super().stacks() | {"index": self.index}
 
     def nbytes(self) -> dict[str, int]:
         """See `LayerState`."""

@@ -8,6 +8,8 @@ Shapes: P positions, K key heads, S positions read, T positions written, D head 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -109,6 +111,32 @@ class Stack:
         taken = part.transpose(0, 1)[None].clone()
         part.zero_()
         return taken
+
+    def cotangent(self, start: int, stop: int) -> Tensor | None:
+        """The cotangent of [start, stop) as [1, K, S, D], left as it is; None where there is none. For the journal."""
+        if self.cotangent_PKD is None or start < self._base:
+            return None
+        return self.cotangent_PKD[start - self._base : stop - self._base].transpose(0, 1)[None]
+
+    def restore_cotangent(self, start: int, grad_1KSD: Tensor) -> None:
+        """Put back what `cotangent` gave, after `restore_outline`."""
+        assert self.cotangent_PKD is not None
+        first = start - self._base
+        self.cotangent_PKD[first : first + grad_1KSD.shape[2]].copy_(grad_1KSD[0].transpose(0, 1))
+
+    def outline(self) -> dict[str, Tensor]:
+        """Shape and type of the values, and the first position that has a cotangent, where there are any: for the journal."""
+        if self.values_PKD is None:
+            return {}
+        base = {} if self.cotangent_PKD is None else {"base": torch.tensor(self._base)}
+        return {"like": self.values_PKD[:0].transpose(0, 1)[None]} | base
+
+    def restore_outline(self, outline: Mapping[str, Tensor], device: torch.device | None) -> None:
+        """Make room for values and cotangents as `outline` found it; `device` as for `write`."""
+        if "like" in outline:
+            self.write(0, outline["like"], device)
+        if "base" in outline:
+            self._cotangent(int(outline["base"]))
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held: {"state": ..., "cotangent": ...}."""

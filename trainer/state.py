@@ -76,6 +76,9 @@ class Decisions(Protocol):
         """Decisions that a rerun would have made otherwise."""
         ...
 
+    @flips.setter
+    def flips(self, count: int) -> None: ...
+
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
         """What `adopt` takes of the run [start, stop)."""
         ...
@@ -132,6 +135,26 @@ class LayerState(ABC):
     @abstractmethod
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
         """Take copies of what `export` gave, on whatever device, as if [start, stop) had just been captured."""
+
+    # For the journal: what the layer holds beside what `export` gives.
+
+    def stacks(self) -> dict[str, Stack]:
+        """Its stacks by name; the cotangent of a run lies in them, unless `cotangents` says otherwise."""
+        return {}
+
+    def outputs_of(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Kept outputs of the run [start, stop), which `adopt` takes beside what `export` gives; by default none are kept."""
+        return {}
+
+    def cotangents(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The cotangents of what the run [start, stop) wrote, by name, left as they are."""
+        found = {name: stack.cotangent(start, stop) for name, stack in self.stacks().items()}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def restore_cotangents(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `cotangents` gave, after the stacks' outlines."""
+        for name, grad in tensors.items():
+            self.stacks()[name].restore_cotangent(start, grad)
 
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
@@ -208,6 +231,20 @@ class AttentionState(LayerState):
         for name, stack in (("keys", self.keys), ("values", self.values)):
             stack.write(start, tensors[name], self.device)
         self._kept.pop(start, None)
+        if self.outputs is not None and "out" in tensors:
+            for name, stack in zip(("out", "lse"), self.outputs, strict=True):
+                stack.write(start, tensors[name], self.device)
+            self._kept[start] = stop
+
+    def stacks(self) -> dict[str, Stack]:
+        """See `LayerState`."""
+        return {"keys": self.keys, "values": self.values}
+
+    def outputs_of(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `LayerState`."""
+        if self.outputs is None or self._kept.get(start) != stop:
+            return {}
+        return {name: stack.read(start, stop) for name, stack in zip(("out", "lse"), self.outputs, strict=True)}
 
     def truncate(self, position: int) -> None:
         """The next branch overwrites the values, and the cotangent was cleared when it was taken; kept outputs are forgotten."""
@@ -378,7 +415,7 @@ class RecurrentState(LayerState):
 
     def export(self, start: int, stop: int) -> dict[str, Tensor]:
         """See `LayerState`."""
-        return dict(self._borders[stop])
+        return dict(self._borders.get(stop, {}))  # nothing where it was dropped
 
     def adopt(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
         """See `LayerState`."""
@@ -387,6 +424,14 @@ class RecurrentState(LayerState):
     def drop(self, border: int) -> None:
         """See `LayerState`."""
         self._borders.pop(border, None)
+
+    def cotangents(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `LayerState`."""
+        return dict(self._cotangents.get(stop, {}))
+
+    def restore_cotangents(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `LayerState`."""
+        self._cotangents[stop] = {kind: tensor.to(self.device, copy=True) for kind, tensor in tensors.items()}
 
     def truncate(self, position: int) -> None:
         """See `LayerState`."""

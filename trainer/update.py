@@ -31,6 +31,7 @@ from longstraw_agents.trainer.bounded import Bounded, BoundedConfig
 from longstraw_agents.trainer.credit import packed, spans
 from longstraw_agents.trainer.evidence import cite
 from longstraw_agents.trainer.experts import own_part, share_experts, whole
+from longstraw_agents.trainer.journal import Journal, JournalConfig, digest_of, stamps_of
 from longstraw_agents.trainer.kernels import chosen
 from longstraw_agents.trainer.loss import Coefficients, Loss, LossBatch, LossConfig, coefficients, make_batch
 from longstraw_agents.trainer.offload import offload_of
@@ -52,7 +53,8 @@ class TrainerConfig:
     """Settings of an update. steps: optimizer steps on the same groups. keep_bytes: states kept between score and replay.
 
     recapture: where states are kept between steps and updates, and how many bytes of them; None keeps none. bounded: settings
-    of approximate recapture, which is biased; None is exact.
+    of approximate recapture, which is biased; None is exact. journal: where an update that is under way keeps what a new process
+    needs to go on with it; None keeps nothing. With one, states of several trees are captured again for their replay.
     """
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -64,8 +66,13 @@ class TrainerConfig:
     keep_bytes: int = 2**30
     recapture: ShelfConfig | None = None
     bounded: BoundedConfig | None = None
+    journal: JournalConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.journal is not None and (self.recapture is not None or self.bounded is not None):
+            raise ConfigError("trainer.journal holds no states of other updates: leave out trainer.recapture and trainer.bounded")
+        if self.journal is not None and (self.steps > 1 or self.replay.placement.bits is not None):
+            raise ConfigError("trainer.journal holds one step's exact states: set trainer.steps to 1, and leave out `bits`")
         if self.steps < 1:
             raise ConfigError(f"steps is {self.steps}; an update makes at least one optimizer step")
         if self.loss.name == "dr_grpo" and self.advantage.divide_by_deviation:
@@ -89,12 +96,15 @@ class Trainer:
         self.ranks = ranks or Ranks()
         if self.ranks.world > 1 and (config.recapture is not None or config.bounded is not None):
             raise ConfigError("several processes keep no states between steps: leave out trainer.recapture and trainer.bounded")
+        if self.ranks.world > 1 and config.journal is not None:
+            raise ConfigError("several processes can't be resumed within an update: leave out trainer.journal")
         self.sharded = share_experts(model, self.ranks)
         self.engine = Engine(model, config.replay, self.ranks)
         self.loss: LossConfig | Loss = loss or config.loss
         self.credit = credit or (lambda groups: prepare(groups, config.advantage))
         self.recapture = None if config.recapture is None else Recapture.of(self.engine, config.recapture)
         self.bounded = None if config.bounded is None else Bounded(self.engine, config.bounded, self.recapture)
+        self.journal = None if config.journal is None else Journal(config.journal)
         self.version = 0
         self.stepper = Stepper(model, config.optimizer, self.ranks, self.sharded)
         self._reference = None if reference is None else Engine(reference, config.replay, self.ranks)
@@ -123,6 +133,8 @@ class Trainer:
         with phases("segment"):
             trees = [segment(group.trajectories, self.config.segmenter) for group, _ in prepared.kept]
         self._describe(trees, receipt)
+        if self.journal is not None:
+            self.journal.begin(self._stamps(prepared, trees))
         with phases("reference"):
             reference = self._reference_logp(trees, receipt) if self.config.loss.kl_weight > 0 else None
         old: Tensor | None = None
@@ -134,6 +146,8 @@ class Trainer:
         if self.bounded is not None:
             receipt.bounded = self.bounded.report()
             receipt.gradient = "bounded" if receipt.bounded["approximate_trees"] else receipt.gradient
+        if self.journal is not None:
+            receipt.journal = self.journal.report()
         receipt.phases = phases.as_dict()
         receipt.setting |= {"kernels": chosen() + delta_rule.chosen(), "head": self.engine.head.name}
         if (held := offload_of(self.model)) is not None:
@@ -141,6 +155,26 @@ class Trainer:
         self._describe_ranks(receipt)
         receipt.evidence = {"E1": "all passes finished; loss, coefficients and gradients are finite"} | cite(self.model)
         return receipt
+
+    def settle(self) -> None:
+        """The last update's step is saved, or not wanted: its journal is removed. Without a journal nothing happens."""
+        if self.journal is not None:
+            self.journal.settle()
+
+    def _stamps(self, prepared: Prepared, trees: list[PrefixTree]) -> dict[str, str]:
+        """What the update and its step depend on, for the journal."""
+        data = [
+            np.ascontiguousarray(array).tobytes()
+            for group, of_group in prepared.kept
+            for trajectory, advantages in zip(group.trajectories, of_group, strict=True)
+            for array in (trajectory.action_mask, trajectory.behaviour, np.float64(trajectory.weight), advantages)
+        ]
+        loss = asdict(self.loss) if isinstance(self.loss, LossConfig) else getattr(self.loss, "__name__", "callable")
+        stamps = stamps_of(self.engine, trees) | {
+            "version": str(self.version), "data": digest_of(*data), "loss": str(loss),
+            "optimizer": f"{asdict(self.config.optimizer)} after {self.stepper.steps} steps",
+        }  # fmt: skip
+        return stamps if self._reference is None else stamps | {"reference": stamps_of(self._reference, trees)["weights"]}
 
     # -- one optimizer step ---------------------------------------------------------------------------------------------
 
@@ -187,7 +221,7 @@ class Trainer:
             receipt.inputs.update(replay.counts - before)
             receipt.seconds.update(replay.seconds)
             held += replay.state.nbytes()["state"]
-            if held <= self.config.keep_bytes or len(trees) == 1:
+            if (held <= self.config.keep_bytes and self.journal is None) or len(trees) == 1:
                 replay.counts.clear()
                 replay.seconds.clear()
                 replays[index] = replay
@@ -208,9 +242,10 @@ class Trainer:
                 self.bounded.before_backward(tree, replay, found.logp[first:last])
             parts.append(replay.backward(found.logp[first:last], None if found.entropy is None else found.entropy[first:last]))
             receipt.inputs.update(replay.counts)
-            receipt.flips.update(replay.state.flips())
+            report = replay.report()
+            receipt.flips.update(report["flips"])
             receipt.seconds.update(replay.seconds)
-            for kind, size in replay.state.nbytes().items():
+            for kind, size in report["bytes"].items():
                 receipt.state_bytes[kind] = max(receipt.state_bytes.get(kind, 0), size)
             if self.bounded is not None:
                 self.bounded.after_backward(tree, replay)
@@ -227,7 +262,7 @@ class Trainer:
         return Scores(self.ranks.sum(scores.logp, "dp", "log-probabilities"), entropy)
 
     def _open(self, tree: PrefixTree) -> TreeReplay:
-        return self.engine.open(tree, self.recapture) if self.bounded is None else self.bounded.open(tree)
+        return self.engine.open(tree, self.recapture, self.journal) if self.bounded is None else self.bounded.open(tree)
 
     def _apply(self, found: Coefficients, batch: LossBatch, receipt: Receipt) -> None:
         """Sum over processes, clip and step, unless a gradient is not finite: then the weights stay and the batch is named."""
@@ -259,7 +294,7 @@ class Trainer:
                 if index not in mine:
                     parts.append(self._nothing(tree, entropy=False))
                     continue
-                replay = engine.open(tree)
+                replay = engine.open(tree, journal=self.journal)
                 parts.append(replay.score())
                 receipt.inputs["reference"] += replay.counts["capture"] + replay.counts["score"]
         return self._of_all(_join(parts)).logp

@@ -1,0 +1,414 @@
+"""An update that is stopped at any border, or within a write, goes on in a new process to the same bits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError, UpdateStoppedError
+from longstraw_agents.segmenter import PrefixTree, segment
+from longstraw_agents.trainer import comparison, journal, wholefile
+from longstraw_agents.trainer.bounded import BoundedConfig
+from longstraw_agents.trainer.journal import Journal, JournalConfig, stamps_of
+from longstraw_agents.trainer.loss import LossConfig
+from longstraw_agents.trainer.pages import Placement
+from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.shelf import ShelfConfig
+from longstraw_agents.trainer.update import Trainer, TrainerConfig
+from longstraw_agents.types import Group, Task
+from tests import models as zoo
+from tests.test_replay import coefficients
+from tests.trees import unequal_tree
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Killed(BaseException):
+    """What ends a process, as far as its journal can tell: nothing is caught, nothing is closed."""
+
+
+@pytest.fixture(autouse=True)
+def _every_border(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Checkpoints are as frequent as is asked for, and a killed process lets its folder go."""
+    monkeypatch.setattr(journal, "_PAUSE", 0)
+    opened: list[Journal] = []
+    lock = Journal._lock
+    monkeypatch.setattr(Journal, "_lock", lambda self: opened.append(self) or lock(self))
+    monkeypatch.setattr(sys.modules[__name__], "_OPENED", opened)
+    yield
+    _die()
+
+
+_OPENED: list[Journal] = []
+
+
+def _die() -> None:
+    """What the system does for a dead process."""
+    for held in _OPENED:
+        held._let_go()
+    _OPENED.clear()
+
+
+def killed_after(engine: Engine, runs: int | None) -> list[int]:
+    """Let an engine die before it begins run number `runs`; the list counts the runs that it began."""
+    decode, begun = engine.decode, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if begun[0] == runs:
+            raise Killed
+        begun[0] += 1
+        return decode(*args, **kwargs)
+
+    engine.decode = counted  # type: ignore[method-assign]
+    return begun
+
+
+def process(
+    model: torch.nn.Module, tree: PrefixTree, config: ReplayConfig, folder: Path | None, runs: int | None = None
+) -> dict[str, Any] | None:
+    """Score a tree and differentiate it, in what stands for a process; None where it was killed."""
+    model.zero_grad()
+    engine = Engine(model, config)
+    begun = killed_after(engine, runs)
+    kept = None if folder is None else Journal(JournalConfig(folder, seconds=0))
+    try:
+        if kept is not None:
+            kept.begin(stamps_of(engine, [tree]))
+        replay = engine.open(tree, journal=kept)
+        scored = replay.score(entropy=True)
+        seen = replay.backward(coefficients(len(tree.entry_node)), 0.1 * coefficients(len(tree.entry_node)))
+    except Killed:
+        return None
+    finally:
+        _die()
+    found = comparison.gradients(model) | {"scored": scored.logp, "entropy": scored.entropy, "seen": seen.logp}
+    return {"tensors": found, "counts": dict(replay.counts), "report": replay.report(), "begun": begun[0], "journal": kept}
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same bits, and the same counts."""
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        assert torch.equal(found["tensors"][name], tensor), name
+    assert found["counts"] == expected["counts"] and found["report"]["flips"] == expected["report"]["flips"]
+
+
+PLACES: dict[str, Callable[[Path], Placement]] = {
+    "device": lambda path: Placement(),
+    "outputs": lambda path: Placement(outputs=True),
+    "host": lambda path: Placement("host", page=19),
+    "disk": lambda path: Placement("disk", page=23, directory=path),
+}
+CASES = [
+    ("llama", "exact", "device", torch.float64), ("llama", "exact", "outputs", torch.bfloat16),
+    ("llama", "detached", "disk", torch.float32), ("qwen3_5", "exact", "device", torch.float64),
+    ("qwen3_5", "detached", "host", torch.float32), ("gemma3", "exact", "outputs", torch.float32),
+    ("qwen3_moe", "exact", "device", torch.float32), ("deepseek_v3", "exact", "host", torch.float32),
+    ("deepseek_v3", "detached", "device", torch.float32), ("glm_moe_dsa", "exact", "device", torch.float32),
+    ("glm_moe_dsa", "exact", "disk", torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "gradient", "place", "dtype"), CASES)
+def test_a_process_for_every_run_gives_the_gradient_of_one_process(
+    name: str, gradient: str, place: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, tree = zoo.build(name, dtype=dtype), segment(unequal_tree())
+    config = ReplayConfig(gradient, chunk=30, pack=60, placement=PLACES[place](tmp_path))
+    folder = tmp_path / "journal"
+    expected = process(model, tree, config, None)
+    assert expected is not None
+    processes = 0
+    while (found := process(model, tree, config, folder, runs=1)) is None:
+        processes += 1
+    assert processes == expected["begun"] - 1 > 15 and found["begun"] == 1  # each did one run
+    assert found["journal"].report()["resumed"]
+    require_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", ["exact", "detached"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_an_update_stopped_at_any_border_is_finished_by_one_process(
+    name: str, place: str, gradient: str, tmp_path: Path
+) -> None:
+    model, tree = zoo.build(name, dtype=torch.float32), segment(unequal_tree())
+    config = ReplayConfig(gradient, chunk=30, pack=60, placement=PLACES[place](tmp_path))
+    expected = process(model, tree, config, None)
+    assert expected is not None
+    for runs in range(1, expected["begun"] + 1):
+        assert process(model, tree, config, tmp_path / "journal", runs) is None or runs == expected["begun"]
+        found = process(model, tree, config, tmp_path / "journal")
+        assert found is not None and found["begun"] == expected["begun"] - runs
+        require_same(found, expected)
+        found["journal"]._lock()
+        found["journal"].settle()
+        assert not list((tmp_path / "journal").iterdir())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_process_that_dies_between_two_writes_leaves_the_checkpoint_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tree = zoo.build(name, dtype=torch.float32), segment(unequal_tree())
+    config, folder = ReplayConfig(chunk=30, pack=60), tmp_path / "journal"
+    expected = process(model, tree, config, None)
+    assert expected is not None
+    save, left = wholefile.save_file, [0]
+    monkeypatch.setattr(journal, "_WRITERS", 1)
+
+    def dying(tensors: Any, path: Path, metadata: Any) -> None:
+        left[0] -= 1
+        save(tensors, path, metadata)
+        if left[0] < 0:
+            path.write_bytes(path.read_bytes()[:-20])  # torn, and not yet in its place
+            raise Killed
+
+    monkeypatch.setattr(wholefile, "save_file", dying)
+    for attempt in range(200):
+        left[0] = 3 + attempt % 17
+        if (found := process(model, tree, config, folder)) is not None:
+            break
+        assert list(folder.glob(".writing-*"))
+    assert found is not None and attempt > 10 and found["journal"].report()["resumed"]
+    require_same(found, expected)
+    assert not list(folder.glob(".writing-*"))
+
+
+def stopped(folder: Path, runs: int = 25, **settings: Any) -> tuple[torch.nn.Module, PrefixTree, ReplayConfig]:
+    """An update that was killed within its backward pass."""
+    model, tree, config = zoo.build("llama"), segment(unequal_tree()), ReplayConfig(chunk=30, pack=60)
+    assert process(model, tree, config, folder, runs) is None
+    assert list(folder.glob("cotangent-*")) and (folder / "checkpoint.safetensors").exists()
+    return model, tree, config
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_other_weights_tokens_and_settings_are_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    model, tree, config = stopped(tmp_path)
+    before = contents(tmp_path)
+    for wrong, of, name in (
+        (replace(config, chunk=31), tree, "chunk"),
+        (replace(config, gradient="detached"), tree, "gradient"),
+        (replace(config, placement=Placement("host")), tree, "placement"),
+        (config, segment(unequal_tree(seed=1)), "tokens"),
+    ):
+        with pytest.raises(StaleStateError, match=f"{name} differ"):
+            process(model, of, wrong, tmp_path)
+    for parameter in ("lm_head.weight", "model.norm.weight", "model.layers.3.mlp.down_proj.weight", "model.embed_tokens.weight"):
+        weight = model.get_parameter(parameter)
+        held = weight.detach().clone()
+        weight.data.view(-1)[3] += 1e-3
+        with pytest.raises(StaleStateError, match="weights differ"):
+            process(model, tree, config, tmp_path)
+        weight.data.copy_(held)
+    model.get_parameter("lm_head.weight").requires_grad_(False)
+    with pytest.raises(StaleStateError, match="trained differ"):
+        process(model, tree, config, tmp_path)
+    model.get_parameter("lm_head.weight").requires_grad_(True)
+    assert contents(tmp_path) == before
+    assert process(model, tree, config, tmp_path) is not None
+
+
+def test_other_coefficients_are_refused(tmp_path: Path) -> None:
+    model, tree, config = stopped(tmp_path)
+    engine, kept = Engine(model, config), Journal(JournalConfig(tmp_path, seconds=0))
+    kept.begin(stamps_of(engine, [tree]))
+    replay = engine.open(tree, journal=kept)
+    replay.score(entropy=True)
+    with pytest.raises(StaleStateError, match="other coefficients"):
+        replay.backward(2 * coefficients(len(tree.entry_node)))
+
+
+def test_a_damaged_file_is_not_used(tmp_path: Path) -> None:
+    model, tree, config = stopped(tmp_path)
+    for path in (tmp_path / "checkpoint.safetensors", *sorted(tmp_path.glob("state-*"))[:1], *sorted(tmp_path.glob("cota*"))[:1]):
+        whole = path.read_bytes()
+        for damaged in (whole[:-7], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], b"", None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            if path.exists() or not path.name.startswith("checkpoint"):  # without a checkpoint nothing is begun
+                with pytest.raises(CorruptionError, match="begin the update anew"):
+                    process(model, tree, config, tmp_path)
+            path.write_bytes(whole)
+    assert process(model, tree, config, tmp_path) is not None
+
+
+def test_a_full_disk_and_a_folder_that_is_none_leave_the_update_as_it_is(tmp_path: Path) -> None:
+    model, tree, config = zoo.build("llama"), segment(unequal_tree()), ReplayConfig(chunk=30, pack=60)
+    expected = process(model, tree, config, None)
+    assert expected is not None
+    (tmp_path / "file").write_text("")
+    found = process(model, tree, config, tmp_path / "file" / "journal")
+    assert found is not None and found["journal"].report()["checkpoints"] == 0 and found["journal"].report()["failed"]
+    require_same(found, expected)
+    folder, limit = tmp_path / "journal", resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert process(model, tree, config, folder, runs=4) is None
+    before = contents(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # writes beyond fail, as on a full disk
+    try:
+        found = process(model, tree, config, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert found is not None and found["begun"] == expected["begun"] - 4
+    assert found["journal"].report()["failed"] and contents(folder) == before  # the checkpoint before stays
+    require_same(found, expected)
+    require_same(process(model, tree, config, folder) or {}, expected)
+
+
+def test_two_processes_do_not_share_a_journal(tmp_path: Path) -> None:
+    Journal(JournalConfig(tmp_path)).begin({})
+    other = Journal(JournalConfig(tmp_path))
+    with pytest.raises(ConfigError, match="another process"):
+        other.begin({})
+    _OPENED[0].settle()
+    other.begin({})
+
+
+def test_what_it_cannot_hold_is_refused() -> None:
+    where = JournalConfig(Path("x"))
+    bits = ReplayConfig(placement=Placement(bits=8))
+    wrong: list[dict[str, Any]] = [
+        {"recapture": ShelfConfig()}, {"bounded": BoundedConfig()}, {"steps": 2}, {"replay": bits},
+    ]  # fmt: skip
+    for settings in wrong:
+        with pytest.raises(ConfigError, match="trainer.journal"):
+            TrainerConfig(journal=where, **settings)
+    with pytest.raises(ConfigError, match="journal"):
+        Engine(zoo.build("llama"), bits).open(segment(unequal_tree()), journal=Journal(where))
+    for settings in ({"seconds": -1}, {"seconds": float("nan")}, {"stop_after": -1.0}):
+        with pytest.raises(ConfigError):
+            JournalConfig(Path("x"), **settings)
+
+
+# -- whole updates ----------------------------------------------------------------------------------------------------------
+
+GROUPS = [Group(f"g{seed}", Task("none", seed), tuple(unequal_tree(seed))) for seed in (0, 1)]
+
+
+def trainer_of(folder: Path | None, **settings: Any) -> Trainer:
+    """A trainer of two trees with a KL term, so that an update has three kinds of passes."""
+    config = TrainerConfig(
+        replay=ReplayConfig(chunk=40, pack=100), loss=LossConfig(kl_weight=0.1, mismatch_cap=2.0),
+        journal=None if folder is None else JournalConfig(folder, **({"seconds": 0} | settings)),
+    )  # fmt: skip
+    return Trainer(zoo.build("llama", training="lora"), config)
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def test_a_step_over_many_processes_is_that_of_one(tmp_path: Path) -> None:
+    alone = trainer_of(None)
+    expected = alone.update(GROUPS)
+    processes, receipt = 0, None
+    while receipt is None:
+        trainer = trainer_of(tmp_path)
+        killed_after(trainer.engine, 9)
+        try:
+            receipt = trainer.update(GROUPS)
+        except Killed:
+            processes += 1
+            _die()
+    assert processes > 10
+    assert all(torch.equal(p, weights_of(alone)[name]) for name, p in weights_of(trainer).items())
+    assert receipt.steps == expected.steps and receipt.log_ratio == expected.log_ratio and receipt.flips == expected.flips
+    assert sum(receipt.inputs.values()) >= sum(expected.inputs.values())  # states of two trees are not kept between passes
+    assert receipt.state_bytes == expected.state_bytes
+    report = receipt.journal
+    assert report["resumed"] and not report["failed"]
+    assert sum(report["inputs_before"].values()) > sum(report["inputs_now"].values())
+    trainer.settle()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_piece_ends_at_a_border_with_a_checkpoint(tmp_path: Path) -> None:
+    alone, pieces = trainer_of(None), 0
+    alone.update(GROUPS)
+    while True:
+        trainer = trainer_of(tmp_path, seconds=1000.0, stop_after=0.3)
+        try:
+            trainer.update(GROUPS)
+            break
+        except UpdateStoppedError:
+            pieces += 1
+            assert trainer.version == 0 and (tmp_path / "checkpoint.safetensors").exists()
+            _die()
+    assert pieces > 1 and all(torch.equal(p, weights_of(alone)[name]) for name, p in weights_of(trainer).items())
+
+
+def test_what_an_earlier_step_left_is_removed_and_an_unsaved_step_is_made_again(tmp_path: Path) -> None:
+    first = trainer_of(tmp_path, seconds=0.2)
+    first.update(GROUPS)
+    assert (tmp_path / "checkpoint.safetensors").exists()  # nobody said that the step was saved
+    _die()
+    again = trainer_of(tmp_path, seconds=0.2)
+    assert again.update(GROUPS).journal["resumed"]
+    assert all(torch.equal(p, weights_of(first)[name]) for name, p in weights_of(again).items())
+    assert not again.update(GROUPS).journal["resumed"]  # the next one, under other weights
+
+
+# -- killed processes -------------------------------------------------------------------------------------------------------
+
+_CHILD = """
+import sys
+from pathlib import Path
+from longstraw_agents.trainer import journal
+from tests.test_journal import GROUPS, digest, trainer_of
+journal._PAUSE = 0
+trainer = trainer_of(Path(sys.argv[1]))
+decode = trainer.engine.decode
+def told(*args, **kwargs):
+    print("run", flush=True)
+    return decode(*args, **kwargs)
+trainer.engine.decode = told
+receipt = trainer.update(GROUPS)
+trainer.settle()
+print(digest(trainer), flush=True)
+"""
+
+
+def digest(trainer: Trainer) -> str:
+    """Of a trainer's weights."""
+    return journal.digest_of(*(p.numpy().tobytes() for p in weights_of(trainer).values()))
+
+
+def child(folder: Path, runs: int | None) -> str | None:
+    """Run an update in a process, and kill it once it has begun run number `runs`; its last line where it ended by itself."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _CHILD, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        begun, line = 0, ""
+        for line in running.stdout:
+            begun += line == "run\n"
+            if begun == runs:
+                running.send_signal(signal.SIGKILL)
+                return None
+    assert running.returncode == 0
+    return line.strip()
+
+
+@pytest.mark.parametrize("kills", [(40,), pytest.param((3, 9, 14, 2, 21, 8, 30, 5), marks=pytest.mark.slow)])
+def test_killed_processes(kills: tuple[int, ...], tmp_path: Path) -> None:
+    for runs in kills:
+        assert child(tmp_path, runs) is None
+        assert list(tmp_path.iterdir())
+    alone = trainer_of(None)
+    alone.update(GROUPS)
+    assert child(tmp_path, None) == digest(alone)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,340 @@
+"""The journal of an update under way: a new process goes on from its last checkpoint, to the same bits.
+
+Idea: an update is a fixed sequence of passes over its trees, and a pass a fixed sequence of runs. What it has in hand between two
+runs is the results of the passes before, the gradients so far, the scores so far, and the state with its cotangents. The journal
+writes that down now and then. A process that finds a checkpoint walks the same passes, skips the runs that were done, and takes
+over at the border what was written: nothing has to say where in the walk it was but a count.
+
+What a run wrote into the state does not change while it is on the current path, so it is written once, in a file of its own.
+Cotangents change with every run behind it, so each checkpoint has files of its own for them, of the positions not yet reversed.
+The checkpoint's own file names all of these and is moved into place last; then files that it does not name are removed. A process
+that is killed at any moment leaves the checkpoint before or the one after, with all of its files.
+
+Vocabulary
+    pass         one scoring or one backward walk of a tree; passes of an update are numbered
+    border       between two runs of a pass
+    checkpoint   what is needed to go on from a border
+    stamps       digests and settings, by name, that decide what an update computes; a checkpoint is read under the same ones only
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longstraw_agents.errors import ConfigError, CorruptionError, LongStrawError, StaleStateError, UpdateStoppedError
+from longstraw_agents.segmenter import PrefixTree
+from longstraw_agents.trainer import snapshot, wholefile
+from longstraw_agents.trainer.passes import Checkpoint, Pass, Result
+from longstraw_agents.trainer.receipt import versions
+from longstraw_agents.trainer.stamps import tensor_digest
+from longstraw_agents.trainer.state import Run
+
+if TYPE_CHECKING:
+    from longstraw_agents.trainer.replay import Engine, Scores, TreeReplay
+
+_LOG = logging.getLogger(__name__)
+
+_CHECKPOINT = "checkpoint.safetensors"
+#: A checkpoint takes at most about a fifth of the time: the pause after it is this many times what it took.
+_PAUSE = 4
+#: Files written at once: digesting takes longer than a fast disk.
+_WRITERS = 4
+
+
+@dataclass(frozen=True)
+class JournalConfig:
+    """Where checkpoints lie (a folder for nothing else), and how often they are written: `seconds` between two, or more where one
+    takes long.
+
+    stop_after: seconds of work on an update after which it stops with a checkpoint, raising UpdateStoppedError; None: never.
+    """
+
+    directory: Path
+    seconds: float = 60.0
+    stop_after: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise ConfigError(f"journal seconds is {self.seconds}; it must be at least 0")
+        if self.stop_after is not None and not self.stop_after >= 0:
+            raise ConfigError(f"journal stop_after is {self.stop_after}; it must be at least 0, or left out")
+
+
+class Journal:
+    """See the module's head. One journal serves one update after the other: `begin`, then its passes, then `settle`."""
+
+    def __init__(self, config: JournalConfig) -> None:
+        self.config = config
+        self._folder: int | None = None  # the locked folder, while it can be used
+        self._stamps: dict[str, str] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self._found: Checkpoint | None = None
+        self._results: list[Result] = []
+        self._files = 0  # numbers of files
+        self._counts: Counter[str] = Counter()  # inputs of this process
+        self._written: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._failed: list[str] = []
+        self._begun = time.monotonic()
+        self._due = self._begun + self.config.seconds
+
+    # -- an update ------------------------------------------------------------------------------------------------------
+
+    def begin(self, stamps: Mapping[str, str]) -> None:
+        """Begin or go on with an update. `stamps["version"]` counts optimizer steps: what is left of an earlier one is removed.
+
+        Raises StaleStateError, naming what differs, where the folder holds another unfinished update; CorruptionError where its
+        checkpoint is not what was written; ConfigError where another process works with it. A folder that can't be written is no
+        error: the update is not resumable, and the report says so.
+        """
+        self._start()
+        self._stamps = dict(stamps)
+        try:
+            self._lock()
+            checkpoint = self.config.directory / _CHECKPOINT
+            if checkpoint.exists():
+                self._find(checkpoint)
+            self._sweep()
+        except LongStrawError:
+            self._let_go()  # what lies there is not this update's
+            raise
+        except OSError as error:
+            self._fail(error)
+
+    def settle(self) -> None:
+        """The update's step is kept elsewhere, or not wanted: remove all files, and let the folder go."""
+        if self._folder is not None:
+            self._found = None
+            with suppress(OSError):
+                (self.config.directory / _CHECKPOINT).unlink(missing_ok=True)
+                self._sweep(())
+        self._let_go()
+
+    def report(self) -> dict[str, Any]:
+        """For a receipt. Inputs by kind of run, of processes before this one and of this one; what was written; what failed."""
+        before = {} if self._found is None else self._found.about["inputs"]
+        return {
+            "resumed": self._found is not None, "inputs_before": dict(before), "inputs_now": dict(self._counts),
+            "checkpoints": self._written["checkpoints"], "bytes": self._written["bytes"], "seconds": round(self._seconds, 3),
+            "failed": list(self._failed),
+        }  # fmt: skip
+
+    def open(self, replay: TreeReplay, out: Scores, sums: dict[Tensor, Tensor | None], given: Sequence[Tensor | None]) -> Pass:
+        """The next pass of the update. sums: gradients that are summed apart from `.grad`. given: what the pass depends on
+        beside stamps and passes before."""
+        digest = digest_of(*(b"none" if tensor is None else tensor_digest(tensor) for tensor in given))
+        number, found = len(self._results), self._found
+        if found is not None and number < found.about["pass"]:
+            about, tensors = found.about["results"][number], found.part(f"result/{number}")
+            _require_given(about["given"], digest, number)
+            return Pass(self, replay, out, sums, digest, finished=Result(about, tensors))
+        if found is not None and number == found.about["pass"]:
+            _require_given(found.about["given"], digest, number)
+            return Pass(self, replay, out, sums, digest, resumed=found)
+        return Pass(self, replay, out, sums, digest)
+
+    # -- files ----------------------------------------------------------------------------------------------------------
+
+    def _lock(self) -> None:
+        if self._folder is None:
+            self.config.directory.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.config.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(folder)
+                raise ConfigError(f"another process works with the journal in {self.config.directory}; wait for it") from None
+            self._folder = folder
+
+    def _let_go(self) -> None:
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
+
+    def _find(self, path: Path) -> None:
+        try:
+            about, tensors = wholefile.read(path)
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}; remove {path.parent} to begin the update anew") from error
+        theirs = about["stamps"]
+        if int(theirs.get("version", 0)) < int(self._stamps.get("version", 0)):
+            _LOG.info("the journal in %s is of an update whose step was made: it is removed", path.parent)
+            path.unlink()
+            return
+        differ = [name for name in sorted(theirs.keys() | self._stamps.keys()) if theirs.get(name) != self._stamps.get(name)]
+        if differ:
+            name = differ[0]
+            raise StaleStateError(
+                f"{path.parent} holds an unfinished update whose {', '.join(differ)} differ ({name}: {theirs.get(name)} there, "
+                f"{self._stamps.get(name)} now); go on with its own settings and data, or remove the folder to begin anew"
+            )
+        self._found = Checkpoint(about, tensors)
+        self._files = about["files"]
+        done = sum(about["inputs"].values())
+        _LOG.warning("an update goes on from its journal in %s: %d inputs are done", path.parent, done)
+
+    def _sweep(self, named: Iterable[str] | None = None) -> None:
+        """Remove what no checkpoint names: files of the journal's own kind, and files under way."""
+        if named is None:
+            written = [] if self._found is None else self._found.about["written"]
+            named = [name for entry in written for name in (entry["state"], entry["cotangent"])]
+        keep = {_CHECKPOINT, *named}
+        for pattern in ("state-*", "cotangent-*", "checkpoint"):
+            for path in self.config.directory.glob(f"{pattern}.safetensors"):
+                if path.name not in keep:
+                    path.unlink()
+            for path in self.config.directory.glob(f"{wholefile.HIDDEN}{pattern}.safetensors"):
+                path.unlink()
+
+    def _fail(self, error: OSError) -> None:
+        _LOG.warning("an update is not resumable from here on: %s", error)
+        self._failed.append(str(error))
+
+    def name(self, kind: str) -> str:
+        """A new file's name."""
+        self._files += 1
+        return f"{kind}-{self._files}.safetensors"
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def count(self, run: Run) -> None:
+        """A run was done."""
+        kind = "capture" if run.writes else "backward" if run.gradient else "score"
+        self._counts[kind] += run.length * run.rows
+
+    def finished(self, result: Result) -> None:
+        """A pass came to its end."""
+        self._results.append(result)
+
+    def border(self, work: Pass) -> None:
+        """Between two runs: write a checkpoint if it is time. Raises UpdateStoppedError where the piece is at its end."""
+        now = time.monotonic()
+        stops = self.config.stop_after is not None and now - self._begun >= self.config.stop_after
+        if self._folder is None or (now < self._due and not stops):
+            return
+        written = self._write(work)
+        took = time.monotonic() - now
+        self._seconds += took
+        self._due = time.monotonic() + max(self.config.seconds, _PAUSE * took)
+        if stops and written:
+            raise UpdateStoppedError(
+                f"the update stopped after {now - self._begun:.0f} s, as asked for; its journal is in {self.config.directory}: "
+                "start it again with the same settings to go on"
+            )
+
+    def _write(self, work: Pass) -> bool:
+        """Write a checkpoint; whether it was done. Where it fails, the one before stays."""
+        new: list[str] = []
+        folder = self.config.directory
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # states in host memory are read by the host
+            files: dict[str, tuple[int, str]] = {}  # by name: which written run, and what of it
+            entries = list(work.written)
+            for index, entry in enumerate(entries):
+                if entry.state is None:
+                    entry = replace(entry, state=self.name("state"))
+                    files[str(entry.state)] = (index, "state")
+                if snapshot.has_cotangent(work.replay.state, entry.start, entry.stop):
+                    entry = replace(entry, cotangent=self.name("cotangent"))
+                    files[str(entry.cotangent)] = (index, "cotangent")
+                else:
+                    entry = replace(entry, cotangent=None)
+                entries[index] = entry
+            new = list(files)
+
+            def write(name: str) -> int:
+                index, kind = files[name]
+                entry = entries[index]
+                part = snapshot.states if kind == "state" else snapshot.cotangents
+                return wholefile.write(folder / name, {}, part(work.replay.state, entry.start, entry.stop))
+
+            with ThreadPoolExecutor(_WRITERS) as pool:
+                size = sum(pool.map(write, new))
+            about, tensors = work.describe()
+            about |= {
+                "stamps": self._stamps, "pass": len(self._results), "results": [result.about for result in self._results],
+                "written": [asdict(entry) for entry in entries], "files": self._files, "inputs": dict(self._all_inputs()),
+            }  # fmt: skip
+            for index, result in enumerate(self._results):
+                tensors |= {f"result/{index}/{name}": tensor for name, tensor in result.tensors.items()}
+            size += wholefile.write(folder / _CHECKPOINT, about, tensors)
+        except OSError as error:
+            for name in new:
+                with suppress(OSError):
+                    (folder / name).unlink(missing_ok=True)
+            self._fail(error)
+            return False
+        work.replay.written[:] = entries
+        self._written.update(checkpoints=1, bytes=size)
+        with suppress(OSError):
+            self._sweep(name for entry in entries for name in (entry.state, entry.cotangent) if name)
+        return True
+
+    def _all_inputs(self) -> Counter[str]:
+        before = {} if self._found is None else self._found.about["inputs"]
+        return Counter(before) + self._counts
+
+
+def stamps_of(engine: Engine, trees: Sequence[PrefixTree]) -> dict[str, str]:
+    """What an update of these trees depends on: weights, tokens and settings of the engine. Loss and data are the caller's."""
+    config = engine.config
+    trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
+    return {
+        "weights": _weights(engine), "trained": digest_of(*(name.encode() for name in trained)), "tokens": _tokens(trees),
+        "device": engine.device.type, "type": str(engine.dtype), "gradient": config.gradient, "chunk": str(config.chunk),
+        "pack": str(config.pack), "logit_piece": str(config.logit_piece), "temperature": repr(config.temperature),
+        "placement": f"{config.placement.place} {config.placement.page} {config.placement.outputs}",
+        "versions": " ".join(f"{name} {version}" for name, version in versions().items()),
+    }  # fmt: skip
+
+
+def digest_of(*parts: bytes) -> str:
+    """A digest of byte strings, borders included."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()
+
+
+def _weights(engine: Engine) -> str:
+    """All weights: those that states depend on by the engine's own stamps, the few others (norm, head) anew."""
+    layers = {id(tensor) for tensor in chain(engine.decoder.layers.parameters(), engine.decoder.layers.buffers())}
+    named = chain(engine.model.named_parameters(), engine.model.named_buffers())
+    others = (name.encode() + tensor_digest(tensor) for name, tensor in named if id(tensor) not in layers)
+    return digest_of(engine.stamps.stamps().inputs[-1].encode(), *others)
+
+
+def _tokens(trees: Sequence[PrefixTree]) -> str:
+    arrays: list[np.ndarray] = []
+    for tree in trees:
+        arrays += [tree.entry_trajectory, tree.entry_position, tree.entry_node, tree.entry_slot]
+        for node in tree.nodes:
+            arrays += [np.asarray([node.start, -1 if node.parent is None else node.parent]), node.tokens, node.loss_targets]
+    return digest_of(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+
+
+def _require_given(before: str, now: str, number: int) -> None:
+    if before != now:
+        raise StaleStateError(
+            f"pass {number} of the update was journaled with other coefficients of the loss; loss or advantages differ from the "
+            "run's before: go on with the same, or remove the journal's folder to begin the update anew"
+        )
