@@ -112,14 +112,14 @@ class Stack:
         part.zero_()
         return taken
 
-    def cotangent(self, start: int, stop: int) -> Tensor | None:
+    def seen_cotangent(self, start: int, stop: int) -> Tensor | None:
         """The cotangent of [start, stop) as [1, K, S, D], left as it is; None where there is none. For the journal."""
         if self.cotangent_PKD is None or start < self._base:
             return None
         return self.cotangent_PKD[start - self._base : stop - self._base].transpose(0, 1)[None]
 
     def restore_cotangent(self, start: int, grad_1KSD: Tensor) -> None:
-        """Put back what `cotangent` gave, after `restore_outline`."""
+        """Put back what `seen_cotangent` gave, after `restore_outline`."""
         assert self.cotangent_PKD is not None
         first = start - self._base
         self.cotangent_PKD[first : first + grad_1KSD.shape[2]].copy_(grad_1KSD[0].transpose(0, 1))

@@ -148,7 +148,7 @@ class LayerState(ABC):
 
     def cotangents(self, start: int, stop: int) -> dict[str, Tensor]:
         """The cotangents of what the run [start, stop) wrote, by name, left as they are."""
-        found = {name: stack.cotangent(start, stop) for name, stack in self.stacks().items()}
+        found = {name: stack.seen_cotangent(start, stop) for name, stack in self.stacks().items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def restore_cotangents(self, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
