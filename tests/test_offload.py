@@ -79,7 +79,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-class Copies(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Watches what is made of host weights. live: storages by layer that hold a copy of one; most: layers that had some at once.
 
     readers: operators that read a weight where it lies, which no GPU could.
@@ -87,9 +87,8 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, held: Offload) -> None:
         super().__init__()
-        self._layer = {
-            parameter.untyped_storage()._cdata: layer for layer in range(len(held._weights)) for parameter in held._of(layer)
-        }
+        layers = range(len(held.layer_bytes))
+        self._layer = {weight.untyped_storage()._cdata: layer for layer in layers for weight in held.of_layer(layer)}
         self._storages = [parameter.untyped_storage() for parameter in held.parameters]
         self.live: Counter[int] = Counter()
         self.readers: set[str] = set()
@@ -118,7 +117,7 @@ def test_gradient_is_the_same_to_the_bit_with_two_layers_on_the_device_at_most(n
     wanted = update(model, gradient)
     held = offload(model, "cpu")
     places = [parameter.data_ptr() for parameter in held.parameters]
-    with Copies(held) as seen:
+    with Watch(held) as seen:
         assert same(update(model, gradient), wanted)
     assert seen.most == 2 and not seen.readers
     assert seen.made == held.copied > 10 * sum(held.layer_bytes)
@@ -163,7 +162,7 @@ def test_conventional_training_has_the_same_gradient_too(name: str, checkpointin
 
     wanted = gradient()
     held = offload(model, "cpu")
-    with Copies(held) as seen:
+    with Watch(held) as seen:
         assert same(gradient(), wanted)
     assert seen.most == 2 and not seen.readers and not +seen.live
 
@@ -173,7 +172,7 @@ def test_nothing_is_left_of_a_pass_that_fails(monkeypatch: pytest.MonkeyPatch) -
     wanted = update(model)
     held = offload(model, "cpu")
     layer = model.get_base_model().model.layers[2]
-    with Copies(held) as seen, monkeypatch.context() as broken:
+    with Watch(held) as seen, monkeypatch.context() as broken:
         broken.setattr(layer.mlp, "forward", lambda *args: (_ for _ in ()).throw(RuntimeError("broken")))
         with pytest.raises(RuntimeError, match="broken"):
             update(model)

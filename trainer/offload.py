@@ -45,7 +45,7 @@ class _Kept:
     offset: int
 
 
-class _Copies:
+class Copies:
     """One layer's weights on the device, and their data in host memory; `wait` before they are read or dropped."""
 
     def __init__(self, layer: int, parameters: list[nn.Parameter], device: torch.device) -> None:
@@ -85,8 +85,8 @@ class Offload:
         """base: the transformers model. weights: of each layer, those that lie in host memory."""
         self.copied = 0
         self._base, self._weights = base, weights
-        self._here: _Copies | None = None  # the layer at hand
-        self._ahead: _Copies | None = None  # on its way
+        self._here: Copies | None = None  # the layer at hand
+        self._ahead: Copies | None = None  # on its way
         self._storages: dict[int, int] = {}  # the layer at hand's copies by storage -> which weight
         self._running = False
         self._lowest = len(weights)  # layer of which the last run's graph keeps something
@@ -100,12 +100,12 @@ class Offload:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All that lie in host memory."""
-        return [parameter for layer in range(len(self._weights)) for parameter in self._of(layer)]
+        return [parameter for layer in range(len(self._weights)) for parameter in self.of_layer(layer)]
 
     @property
     def layer_bytes(self) -> list[int]:
         """Bytes of each layer's."""
-        return [sum(parameter.nbytes for parameter in self._of(layer)) for layer in range(len(self._weights))]
+        return [sum(parameter.nbytes for parameter in self.of_layer(layer)) for layer in range(len(self._weights))]
 
     def release(self) -> None:
         """Drop all copies; every parameter is its host's again."""
@@ -168,28 +168,30 @@ class Offload:
                 if coming is not None:
                     coming.wait()
                 coming = None  # its memory goes first
-                coming = self._copy(layer)
+                coming = self.copy_of(layer)
             coming.wait()
             coming.set(coming.copies)
             self._here = coming
             self._storages = {copy.untyped_storage()._cdata: weight for weight, copy in enumerate(coming.copies)}
         following = layer + step
         if self._ahead is None and (self._lowest if step < 0 else 0) <= following < len(self._weights):
-            self._ahead = self._copy(following)
+            self._ahead = self.copy_of(following)
         if not self._running and torch._C._current_graph_task_id() != -1:
             # When the backward pass is over; torch has no public way to ask for that.
             torch.autograd.Variable._execution_engine.queue_callback(self.release)
 
-    def _copy(self, layer: int) -> _Copies:
-        parameters = self._of(layer)
+    def copy_of(self, layer: int) -> Copies:
+        """A copy of a layer's, on its way. Raises ModelError where one of them has come to require grad."""
+        parameters = self.of_layer(layer)
         if any(parameter.requires_grad for parameter in parameters):
             raise ModelError(f'a base weight of layer {layer} requires grad, but weights = "host" keeps them frozen; {_INSTEAD}')
         with torch.inference_mode(False), torch.no_grad():
-            copies = _Copies(layer, parameters, self._base.get_input_embeddings().weight.device)
+            copies = Copies(layer, parameters, self._base.get_input_embeddings().weight.device)
         self.copied += sum(copy.nbytes for copy in copies.copies)
         return copies
 
-    def _of(self, layer: int) -> list[nn.Parameter]:
+    def of_layer(self, layer: int) -> list[nn.Parameter]:
+        """Those of one layer."""
         return [module._parameters[name] for module, name in self._weights[layer]]  # type: ignore[misc]
 
 
