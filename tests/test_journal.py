@@ -7,7 +7,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,25 +39,9 @@ class Killed(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def _every_border(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checkpoints are as frequent as is asked for, and a killed process lets its folder go."""
+def _every_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are as frequent as is asked for."""
     monkeypatch.setattr(journal, "_PAUSE", 0)
-    opened: list[Journal] = []
-    lock = Journal._lock
-    monkeypatch.setattr(Journal, "_lock", lambda self: opened.append(self) or lock(self))
-    monkeypatch.setattr(sys.modules[__name__], "_OPENED", opened)
-    yield
-    _die()
-
-
-_OPENED: list[Journal] = []
-
-
-def _die() -> None:
-    """What the system does for a dead process."""
-    for held in _OPENED:
-        held._let_go()
-    _OPENED.clear()
 
 
 def killed_after(engine: Engine, runs: int | None) -> list[int]:
@@ -82,15 +67,12 @@ def process(
     begun = killed_after(engine, runs)
     kept = None if folder is None else Journal(JournalConfig(folder, seconds=0))
     try:
-        if kept is not None:
-            kept.begin(stamps_of(engine, [tree]))
-        replay = engine.open(tree, journal=kept)
-        scored = replay.score(entropy=True)
-        seen = replay.backward(coefficients(len(tree.entry_node)), 0.1 * coefficients(len(tree.entry_node)))
+        with nullcontext() if kept is None else kept.update(stamps_of(engine, [tree])):
+            replay = engine.open(tree, journal=kept)
+            scored = replay.score(entropy=True)
+            seen = replay.backward(coefficients(len(tree.entry_node)), 0.1 * coefficients(len(tree.entry_node)))
     except Killed:
         return None
-    finally:
-        _die()
     found = comparison.gradients(model) | {"scored": scored.logp, "entropy": scored.entropy, "seen": seen.logp}
     return {"tensors": found, "counts": dict(replay.counts), "report": replay.report(), "begun": begun[0], "journal": kept}
 
@@ -152,7 +134,6 @@ def test_an_update_stopped_at_any_border_is_finished_by_one_process(
         found = process(model, tree, config, tmp_path / "journal")
         assert found is not None and found["begun"] == expected["begun"] - runs
         require_same(found, expected)
-        found["journal"]._lock()
         found["journal"].settle()
         assert not list((tmp_path / "journal").iterdir())
 
@@ -227,11 +208,11 @@ def test_other_weights_tokens_and_settings_are_refused_and_nothing_is_lost(tmp_p
 def test_other_coefficients_are_refused(tmp_path: Path) -> None:
     model, tree, config = stopped(tmp_path)
     engine, kept = Engine(model, config), Journal(JournalConfig(tmp_path, seconds=0))
-    kept.begin(stamps_of(engine, [tree]))
-    replay = engine.open(tree, journal=kept)
-    replay.score(entropy=True)
-    with pytest.raises(StaleStateError, match="other coefficients"):
-        replay.backward(2 * coefficients(len(tree.entry_node)))
+    with kept.update(stamps_of(engine, [tree])):
+        replay = engine.open(tree, journal=kept)
+        replay.score(entropy=True)
+        with pytest.raises(StaleStateError, match="other coefficients"):
+            replay.backward(2 * coefficients(len(tree.entry_node)))
 
 
 def test_a_damaged_file_is_not_used(tmp_path: Path) -> None:
@@ -270,12 +251,11 @@ def test_a_full_disk_and_a_folder_that_is_none_leave_the_update_as_it_is(tmp_pat
 
 
 def test_two_processes_do_not_share_a_journal(tmp_path: Path) -> None:
-    Journal(JournalConfig(tmp_path)).begin({})
-    other = Journal(JournalConfig(tmp_path))
-    with pytest.raises(ConfigError, match="another process"):
-        other.begin({})
-    _OPENED[0].settle()
-    other.begin({})
+    one, other = Journal(JournalConfig(tmp_path)), Journal(JournalConfig(tmp_path))
+    with one.update({}), pytest.raises(ConfigError, match="another process"), other.update({}):
+        pass
+    with other.update({}):
+        pass
 
 
 def test_what_it_cannot_hold_is_refused() -> None:
@@ -323,7 +303,6 @@ def test_a_step_over_many_processes_is_that_of_one(tmp_path: Path) -> None:
             receipt = trainer.update(GROUPS)
         except Killed:
             processes += 1
-            _die()
     assert processes > 10
     assert all(torch.equal(p, weights_of(alone)[name]) for name, p in weights_of(trainer).items())
     assert receipt.steps == expected.steps and receipt.log_ratio == expected.log_ratio and receipt.flips == expected.flips
@@ -347,7 +326,6 @@ def test_a_piece_ends_at_a_border_with_a_checkpoint(tmp_path: Path) -> None:
         except UpdateStoppedError:
             pieces += 1
             assert trainer.version == 0 and (tmp_path / "checkpoint.safetensors").exists()
-            _die()
     assert pieces > 1 and all(torch.equal(p, weights_of(alone)[name]) for name, p in weights_of(trainer).items())
 
 
@@ -355,7 +333,6 @@ def test_what_an_earlier_step_left_is_removed_and_an_unsaved_step_is_made_again(
     first = trainer_of(tmp_path, seconds=0.2)
     first.update(GROUPS)
     assert (tmp_path / "checkpoint.safetensors").exists()  # nobody said that the step was saved
-    _die()
     again = trainer_of(tmp_path, seconds=0.2)
     assert again.update(GROUPS).journal["resumed"]
     assert all(torch.equal(p, weights_of(first)[name]) for name, p in weights_of(again).items())

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import comparison, shelf
+from longstraw_agents.trainer import comparison, wholefile
 from longstraw_agents.trainer.lifting import lifted
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 from longstraw_agents.trainer.pages import Placement
@@ -258,7 +258,7 @@ def die_at(patched: pytest.MonkeyPatch, point: int) -> None:
 
         return wrapped
 
-    patched.setattr(shelf, "save_file", dying(shelf.save_file))
+    patched.setattr(wholefile, "save_file", dying(wholefile.save_file))
     patched.setattr(os, "replace", dying(os.replace))
     patched.setattr(Path, "unlink", dying(Path.unlink))
 
@@ -267,7 +267,7 @@ def test_a_full_disk_costs_nothing_but_what_would_have_been_kept(tmp_path: Path,
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shelf, "save_file", full)
+    monkeypatch.setattr(wholefile, "save_file", full)
     engine = Engine(zoo.build("llama"), CONFIG)
     recapture = Recapture.of(engine, ShelfConfig(host_bytes=0, disk_bytes=2**30, directory=str(tmp_path)))
     for _ in range(2):

@@ -19,15 +19,17 @@ Vocabulary
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -37,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstraw_agents.errors import ConfigError, CorruptionError, LongStrawError, StaleStateError, UpdateStoppedError
+from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError, UpdateStoppedError
 from longstraw_agents.segmenter import PrefixTree
 from longstraw_agents.trainer import snapshot, wholefile
 from longstraw_agents.trainer.passes import Checkpoint, Pass, Result
@@ -77,64 +79,66 @@ class JournalConfig:
 
 
 class Journal:
-    """See the module's head. One journal serves one update after the other: `begin`, then its passes, then `settle`."""
+    """See the module's head. One journal serves one update after the other: `update` around its passes, then `settle`."""
 
     def __init__(self, config: JournalConfig) -> None:
         self.config = config
         self._folder: int | None = None  # the locked folder, while it can be used
-        self._stamps: dict[str, str] = {}
         self._start()
 
     def _start(self) -> None:
+        self._stamps: dict[str, str] | None = None  # of the update that is under way, or was last
         self._found: Checkpoint | None = None
         self._results: list[Result] = []
         self._files = 0  # numbers of files
         self._counts: Counter[str] = Counter()  # inputs of this process
         self._written: Counter[str] = Counter()
         self._seconds = 0.0
-        self._failed: list[str] = []
+        self._failed = 0
+        self._error = ""
         self._begun = time.monotonic()
         self._due = self._begun + self.config.seconds
 
     # -- an update ------------------------------------------------------------------------------------------------------
 
-    def begin(self, stamps: Mapping[str, str]) -> None:
-        """Begin or go on with an update. `stamps["version"]` counts optimizer steps: what is left of an earlier one is removed.
+    @contextmanager
+    def update(self, stamps: Mapping[str, str]) -> Iterator[None]:
+        """Begin an update, or go on with it; within the block its passes run. What was written stays until `settle`.
 
-        Raises StaleStateError, naming what differs, where the folder holds another unfinished update; CorruptionError where its
-        checkpoint is not what was written; ConfigError where another process works with it. A folder that can't be written is no
-        error: the update is not resumable, and the report says so.
+        `stamps["version"]` counts optimizer steps: what is left of an earlier one is removed. Raises StaleStateError, naming what
+        differs, where the folder holds another unfinished update; CorruptionError where its checkpoint is not what was written;
+        ConfigError where another process works with it. A folder that can't be written is no error: the update is not
+        resumable then, and the report says so.
         """
         self._start()
-        self._stamps = dict(stamps)
         try:
-            self._lock()
-            checkpoint = self.config.directory / _CHECKPOINT
-            if checkpoint.exists():
-                self._find(checkpoint)
-            self._sweep()
-        except LongStrawError:
-            self._let_go()  # what lies there is not this update's
-            raise
-        except OSError as error:
-            self._fail(error)
+            self._begin(dict(stamps))
+            yield
+        finally:
+            self._let_go()
 
     def settle(self) -> None:
-        """The update's step is kept elsewhere, or not wanted: remove all files, and let the folder go."""
-        if self._folder is not None:
-            self._found = None
-            with suppress(OSError):
-                (self.config.directory / _CHECKPOINT).unlink(missing_ok=True)
-                self._sweep(())
-        self._let_go()
+        """The update's step is kept elsewhere, or not wanted: remove all files. What is another update's stays."""
+        if self._stamps is None:
+            return
+        self._stamps = None
+        try:
+            self._lock()
+            (self.config.directory / _CHECKPOINT).unlink(missing_ok=True)
+            self._sweep(())
+        except (OSError, ConfigError) as error:
+            _LOG.warning("files of a finished update were not removed: %s", error)
+        finally:
+            self._let_go()
 
     def report(self) -> dict[str, Any]:
-        """For a receipt. Inputs by kind of run, of processes before this one and of this one; what was written; what failed."""
+        """For a receipt: inputs by kind of run, of processes before this one and of this one; what was written; how often a
+        checkpoint could not be, and why it last could not."""
         before = {} if self._found is None else self._found.about["inputs"]
         return {
             "resumed": self._found is not None, "inputs_before": dict(before), "inputs_now": dict(self._counts),
             "checkpoints": self._written["checkpoints"], "bytes": self._written["bytes"], "seconds": round(self._seconds, 3),
-            "failed": list(self._failed),
+            "failed": self._failed, "error": self._error,
         }  # fmt: skip
 
     def open(self, replay: TreeReplay, out: Scores, sums: dict[Tensor, Tensor | None], given: Sequence[Tensor | None]) -> Pass:
@@ -153,6 +157,18 @@ class Journal:
 
     # -- files ----------------------------------------------------------------------------------------------------------
 
+    def _begin(self, stamps: dict[str, str]) -> None:
+        try:
+            self._lock()
+            checkpoint = self.config.directory / _CHECKPOINT
+            if checkpoint.exists():
+                self._find(checkpoint, stamps)
+            self._sweep()
+            self._stamps = stamps
+        except OSError as error:
+            self._let_go()
+            self._fail(error)
+
     def _lock(self) -> None:
         if self._folder is None:
             self.config.directory.mkdir(parents=True, exist_ok=True)
@@ -169,22 +185,22 @@ class Journal:
             os.close(self._folder)
             self._folder = None
 
-    def _find(self, path: Path) -> None:
+    def _find(self, path: Path, stamps: dict[str, str]) -> None:
         try:
             about, tensors = wholefile.read(path)
         except CorruptionError as error:
             raise CorruptionError(f"{error}; remove {path.parent} to begin the update anew") from error
         theirs = about["stamps"]
-        if int(theirs.get("version", 0)) < int(self._stamps.get("version", 0)):
+        if int(theirs.get("version", 0)) < int(stamps.get("version", 0)):
             _LOG.info("the journal in %s is of an update whose step was made: it is removed", path.parent)
             path.unlink()
             return
-        differ = [name for name in sorted(theirs.keys() | self._stamps.keys()) if theirs.get(name) != self._stamps.get(name)]
+        differ = [name for name in sorted(theirs.keys() | stamps.keys()) if theirs.get(name) != stamps.get(name)]
         if differ:
             name = differ[0]
             raise StaleStateError(
                 f"{path.parent} holds an unfinished update whose {', '.join(differ)} differ ({name}: {theirs.get(name)} there, "
-                f"{self._stamps.get(name)} now); go on with its own settings and data, or remove the folder to begin anew"
+                f"{stamps.get(name)} now); go on with its own settings and data, or remove the folder to begin anew"
             )
         self._found = Checkpoint(about, tensors)
         self._files = about["files"]
@@ -201,12 +217,13 @@ class Journal:
             for path in self.config.directory.glob(f"{pattern}.safetensors"):
                 if path.name not in keep:
                     path.unlink()
-            for path in self.config.directory.glob(f"{wholefile.HIDDEN}{pattern}.safetensors"):
+            for path in self.config.directory.glob(f"{wholefile.HIDDEN}*-{pattern}.safetensors"):
                 path.unlink()
 
     def _fail(self, error: OSError) -> None:
         _LOG.warning("an update is not resumable from here on: %s", error)
-        self._failed.append(str(error))
+        self._failed += 1
+        self._error = str(error)
 
     def name(self, kind: str) -> str:
         """A new file's name."""
@@ -260,6 +277,7 @@ class Journal:
                     entry = replace(entry, cotangent=None)
                 entries[index] = entry
             new = list(files)
+            _require_room(folder, sum(snapshot.size(work.replay.state, e.start, e.stop) for e in entries if e.cotangent))
 
             def write(name: str) -> int:
                 index, kind = files[name]
@@ -330,6 +348,13 @@ def _tokens(trees: Sequence[PrefixTree]) -> str:
         for node in tree.nodes:
             arrays += [np.asarray([node.start, -1 if node.parent is None else node.parent]), node.tokens, node.loss_targets]
     return digest_of(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+
+
+def _require_room(folder: Path, size: int) -> None:
+    """Raise OSError where files of `size` bytes don't fit: before they are written, which takes long."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"a checkpoint of {size} bytes does not fit {folder}, which has {free} left")
 
 
 def _require_given(before: str, now: str, number: int) -> None:

@@ -35,7 +35,7 @@ class Receipt:
     flips: decisions that recomputed chunks would have made otherwise: "routing" (tokens times layers; the recorded ones were
     used) and "selection" (queries times index layers; the recomputed ones were used). ranks: per process its peak MiB, bytes
     of state, bytes sent by kind of exchange, and seconds in exchanges and idle. journal: where there is one, inputs by kind of
-    run that earlier processes did and that this one did, checkpoints written, their bytes and seconds, and why any failed.
+    run that earlier processes did and that this one did, checkpoints written, their bytes and seconds, and how many failed.
     """
 
     first_version: int

@@ -14,8 +14,6 @@ Vocabulary
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import threading
@@ -26,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError
-from longstraw_agents.trainer.stamps import require_fresh, tensor_digest
+from longstraw_agents.trainer import wholefile
+from longstraw_agents.trainer.stamps import require_fresh
 
 _LOG = logging.getLogger(__name__)
 
@@ -178,35 +175,27 @@ class Shelf:
     def _find(self, directory: Path) -> None:
         """Take in what an earlier process finished; half-written files are removed, unreadable ones too."""
         directory.mkdir(parents=True, exist_ok=True)
-        for path in directory.glob(f".writing-*{_SUFFIX}"):
+        for path in directory.glob(f"{wholefile.HIDDEN}*{_SUFFIX}"):
             if not _another_lives(int(path.name.split("-")[1])):
                 path.unlink()
         for path in sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
             try:
-                with safe_open(path, framework="pt") as file:
-                    about = json.loads(file.metadata()["about"])
-            except (SafetensorError, KeyError, TypeError, ValueError):
+                about = wholefile.read_about(path)
+                found = _File(tuple(about["stamps"]), about["note"], about["nbytes"])
+            except (CorruptionError, KeyError):
                 path.unlink()
                 continue
-            key = path.name.removesuffix(_SUFFIX)
-            self._files[key] = _File(tuple(about["stamps"]), about["note"], about["nbytes"])
+            self._files[path.name.removesuffix(_SUFFIX)] = found
 
     def _write(self, directory: Path, key: str, item: _Item) -> None:
         if item.nbytes > self.config.disk_bytes:
             self.evicted["disk"] += 1
             return
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in item.tensors.items()}
-        about = {"stamps": item.stamps, "note": item.note, "nbytes": item.nbytes, "digest": _digest(key, item.stamps, tensors)}
-        hidden = directory / f".writing-{os.getpid()}-{key}{_SUFFIX}"
+        about = {"key": key, "stamps": item.stamps, "note": item.note, "nbytes": item.nbytes}
         try:
-            save_file(tensors, hidden, metadata={"about": json.dumps(about)})
-            _sync(hidden)
-            os.replace(hidden, directory / (key + _SUFFIX))
-            _sync(directory)
-        except (OSError, SafetensorError) as error:  # a full disk costs the next process time, this one nothing
+            wholefile.write(directory / (key + _SUFFIX), about, item.tensors)
+        except OSError as error:  # a full disk costs the next process time, this one nothing
             _LOG.warning("a state was not kept on disk: %s", error)
-            with suppress(OSError):
-                hidden.unlink(missing_ok=True)
             self.evicted["disk"] += 1
             return
         self._files[key] = _File(item.stamps, item.note, item.nbytes)
@@ -218,26 +207,16 @@ class Shelf:
     def _read(self, directory: Path, key: str) -> _Item:
         path = directory / (key + _SUFFIX)
         try:
-            with safe_open(path, framework="pt") as file:
-                about = json.loads(file.metadata()["about"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-            stamps = tuple(about["stamps"])
-            whole = about["digest"] == _digest(key, stamps, tensors) and stamps == self._files[key].stamps
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+            about, tensors = wholefile.read(path)
+            whole = about.get("key") == key and tuple(about["stamps"]) == self._files[key].stamps
+        except CorruptionError:
             whole = False
         if not whole:
             self._files.pop(key, None)
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             raise CorruptionError(f"{path} is not what was written; it was removed: capture its tokens again")
-        return _Item(stamps, about["note"], tensors)
-
-
-def _digest(key: str, stamps: Stamp, tensors: Mapping[str, Tensor]) -> str:
-    total = hashlib.blake2b(json.dumps([key, stamps]).encode(), digest_size=16)
-    for name in sorted(tensors):
-        total.update(name.encode() + tensor_digest(tensors[name]))
-    return total.hexdigest()
+        return _Item(self._files[key].stamps, about["note"], tensors)
 
 
 def _another_lives(process: int) -> bool:
@@ -251,11 +230,3 @@ def _another_lives(process: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -36,6 +36,11 @@ def has_cotangent(state: StateCache, start: int, stop: int) -> bool:
     return any(layer.cotangents(start, stop) for layer in state.layers)
 
 
+def size(state: StateCache, start: int, stop: int) -> int:
+    """Bytes of the cotangents of what the captured run [start, stop) wrote."""
+    return sum(tensor.nbytes for layer in state.layers for tensor in layer.cotangents(start, stop).values())
+
+
 def cotangents(state: StateCache, start: int, stop: int) -> dict[str, Tensor]:
     """The cotangents of what the captured run [start, stop) wrote."""
     each = ((index, layer.cotangents(start, stop)) for index, layer in enumerate(state.layers))

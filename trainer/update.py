@@ -133,13 +133,12 @@ class Trainer:
         with phases("segment"):
             trees = [segment(group.trajectories, self.config.segmenter) for group, _ in prepared.kept]
         self._describe(trees, receipt)
-        if self.journal is not None:
-            self.journal.begin(self._stamps(prepared, trees))
-        with phases("reference"):
-            reference = self._reference_logp(trees, receipt) if self.config.loss.kl_weight > 0 else None
-        old: Tensor | None = None
-        for _ in range(self.config.steps):
-            old = self._step(prepared, trees, old, reference, receipt, phases)
+        with nullcontext() if self.journal is None else self.journal.update(self._stamps(prepared, trees)):
+            with phases("reference"):
+                reference = self._reference_logp(trees, receipt) if self.config.loss.kl_weight > 0 else None
+            old: Tensor | None = None
+            for _ in range(self.config.steps):
+                old = self._step(prepared, trees, old, reference, receipt, phases)
         receipt.last_version = self.version
         if self.recapture is not None:
             receipt.recapture = self.recapture.report()

@@ -21,7 +21,7 @@ from torch import Tensor
 from longstraw_agents.errors import CorruptionError
 from longstraw_agents.trainer.stamps import tensor_digest
 
-#: Names of files under way begin so.
+#: Names of files under way begin so; the writing process's id follows.
 HIDDEN = ".writing-"
 
 
@@ -32,7 +32,7 @@ def write(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     """
     here = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     head = {"about": json.dumps(about), "digest": _digest(json.dumps(about), here)}
-    hidden = path.with_name(f"{HIDDEN}{path.name}")
+    hidden = path.with_name(f"{HIDDEN}{os.getpid()}-{path.name}")
     try:
         save_file(here, hidden, metadata=head)
         _sync(hidden)
@@ -44,6 +44,15 @@ def write(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
             hidden.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from error
     return size
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """`about` alone, unchecked. Raises CorruptionError where there is no such head."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads(file.metadata()["about"])  # type: ignore[no-any-return]
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{path} can't be read as it was written: {error}") from error
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
