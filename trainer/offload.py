@@ -54,7 +54,7 @@ class Copies:
         self.copies = [torch.empty_like(host, device=device) for host in self.hosts]
         self._ready: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         if device.type == "cuda":
-            main, side = torch.cuda.current_stream(device), side_stream(device)
+            main, side = torch.cuda.current_stream(device), side_stream(device, "weights")
             side.wait_stream(main)  # the memory's last use is over before it is written
             with torch.cuda.stream(side):
                 self._fill()

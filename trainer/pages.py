@@ -11,6 +11,7 @@ decides which of them stay in memory. What must outlive a process is kept by the
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -217,10 +218,7 @@ def page_borders(first: int, stop: int, cut: int, page: int | None) -> list[int]
     return sorted(borders)
 
 
-_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
-    return _SIDE_STREAMS[device]
+@functools.cache
+def side_stream(device: torch.device, what: str = "pages") -> torch.cuda.Stream:
+    """The device's stream for copies of `what`: each kind has its own, so that none waits behind another's."""
+    return torch.cuda.Stream(device)
