@@ -43,8 +43,8 @@ SHAPES = ((9, 3, 64), (8, 2, 256), (16, 8, 128))
 SEE = Visibility(0, 0, False)
 #: What `--sweep` tries, queries and keys of a block, warps, stages; by kernel and width.
 CUTS = {
-    ("_forward", 64): ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
-    ("_forward", 128): ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
+    ("_forward", 64): ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (256, 64, 16, 3), (256, 64, 8, 3)),
+    ("_forward", 128): ((128, 64, 8, 3), (256, 64, 16, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     ("_forward", 256): ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 4, 3), (128, 64, 8, 1)),
     ("_query_gradient", 64): ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 2)),
     ("_query_gradient", 128): ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 8, 3)),
@@ -169,15 +169,11 @@ class Chunk:
         return dq.to(self.q.dtype)
 
 
-def sizes(device: torch.device, shape: tuple[int, int, int]) -> tuple[int, int, float]:
-    """Queries, keys, and the forward's operations."""
-    queries, keys = (8192, 131072) if device.type == "cuda" else (24, 300)
-    return queries, keys, 4.0 * shape[0] * shape[2] * queries * keys
-
-
-def rates(device: torch.device, shape: tuple[int, int, int], repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def rates(
+    device: torch.device, shape: tuple[int, int, int], queries: int, keys: int, repeats: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """TFLOP/s and peak memory of both ways, forward and backward, and how far their results lie apart."""
-    queries, keys, flops = sizes(device, shape)
+    flops = 4.0 * shape[0] * shape[2] * queries * keys
     chunk = Chunk(device, shape, queries, keys)
     other = chunk.spec.kernel.name if chunk.spec.kernel is not None else "reference"
     pairs = {"forward": (chunk.forward_codes, chunk.forward_values), "backward": (chunk.backward_codes, chunk.backward_values)}
@@ -219,9 +215,10 @@ def update(device: torch.device) -> dict[str, Any]:
     return {"kernels": chosen} | apart
 
 
-def sweep(device: torch.device, shape: tuple[int, int, int], repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def sweep(
+    device: torch.device, shape: tuple[int, int, int], queries: int, keys: int, repeats: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Milliseconds of each kernel by its cut; dK and dV's alone is what a whole backward takes beyond dQ's."""
-    queries, keys, _ = sizes(device, shape)
     chunk = Chunk(device, shape, queries, keys)
     works = {
         "_forward": chunk.forward_codes, "_query_gradient": lambda: chunk.backward_codes(False),
@@ -248,11 +245,11 @@ def sweep(device: torch.device, shape: tuple[int, int, int], repeats: int) -> It
 
 def cases(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, work): work gives one row, or rows one by one."""
-    repeats = 5 if device.type == "cuda" else 1
+    repeats, queries, keys = (5, (8192, 512, 128), 131072) if device.type == "cuda" else (1, (24,), 300)
     name = lambda shape: "/".join(map(str, shape))
     if options.sweep:
         for shape in SHAPES:
-            yield f"cut {name(shape)}", lambda shape=shape: sweep(device, shape, repeats)
+            yield f"cut {name(shape)}", lambda shape=shape: sweep(device, shape, queries[0], keys, repeats)
         return
     for shape in SHAPES:
         for coded in (True, False):
@@ -262,7 +259,8 @@ def cases(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
     yield "error 9/3/64 float32 codes", lambda: errors(device, SHAPES[0], True, torch.float32)
     yield "error 8/2/80 float16 codes", lambda: errors(device, (8, 2, 80), True, torch.float16)
     for shape in SHAPES:
-        yield f"rate {name(shape)}", lambda shape=shape: rates(device, shape, repeats)
+        for count in queries:
+            yield f"rate {name(shape)} {count}", lambda s=shape, count=count: rates(device, s, count, keys, repeats)
 
 
 def main() -> None:

@@ -144,8 +144,10 @@ def test_pages_whose_tensors_do_not_belong_together_are_refused() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_the_kernel_computes_what_the_reference_does_on_pages_that_lie_anywhere(data: st.DataObject) -> None:
+    from longstraw_agents.trainer import page_kernel
     from longstraw_agents.trainer.page_kernel import TritonPages
 
+    page_kernel.PIECE = data.draw(st.sampled_from([16, 1024]))  # the smaller one cuts pages
     heads, queries = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 31, 64, 150]))
     size, value_size = data.draw(st.sampled_from([(8, 8), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (24, 40)]))
     coded = data.draw(st.booleans())
@@ -153,7 +155,7 @@ def test_the_kernel_computes_what_the_reference_does_on_pages_that_lie_anywhere(
     spans, wanted, end = [], [], 0
     for _ in range(data.draw(st.integers(1, 4))):
         begin = end + data.draw(st.integers(0, 9))
-        end = begin + data.draw(st.sampled_from([1, 16, 33, 64, 100]))
+        end = begin + data.draw(st.sampled_from([1, 16, 33, 64, 100, 300]))
         spans.append((begin, end))
         wanted.append(data.draw(st.booleans()))
     make = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

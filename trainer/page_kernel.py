@@ -5,11 +5,12 @@ a time, in registers: nothing is ever as long as the prefix but the codes, and t
 Every query sees every key: there is no mask but at a page's end. The backward pass is that of Dao et al. (FlashAttention, 2022,
 appendix B.2) with P = exp(S - L) of the merged log-sum-exp L: one program per block of queries walks the keys for dQ, one per
 block of keys walks the queries for dK and dV and adds them, alone, to float32 where its page says. Gradients are those of the
-values as read, not of codes or scales.
+values as read, not of codes or scales. Where few queries would leave most of the GPU idle, pages are cut into pieces, each piece
+has programs of its own, and their results are merged.
 
 Shapes: K key heads, M queries that read one key head (rows, grouped heads and tokens folded), D head size, E value head size;
-m, n: rows of a block of queries, of keys; BM, BN their numbers, BD, BE the sizes padded to a power of two. Programs are numbered
-by block, key head and page. This module needs Triton; `paged` decides about its use.
+m, n: rows of a block of queries, of keys; BM, BN their numbers, BD, BE the sizes padded to a power of two; R pieces, 1 where
+nothing is cut. Programs are numbered by block, key head, and page or piece. This module needs Triton; `paged` decides about it.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ def _page(row, head, k_head, v_head, scale_head, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pages", "M"])
 def _forward(
-    q_KMD, out_KME, lse_KM, table, pages, M, scale, k_step, k_head, v_step, v_head, scale_step, scale_head,
+    q_KMD, out_RKME, lse_RKM, table, pages, M, scale, k_step, k_head, v_step, v_head, scale_step, scale_head,
     TYPE: tl.constexpr, CODED: tl.constexpr, DOT: tl.constexpr, ALIGNED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Output and natural log-sum-exp of a block of queries over all pages; inside, exponents have base 2."""
+    """Output and natural log-sum-exp of a block of queries over its `pages` pages; inside, exponents have base 2."""
+    piece = tl.program_id(2).to(tl.int64)
     head, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM
     m, n = tl.arange(0, BM), tl.arange(0, BN)
     at = head * M + start
@@ -80,7 +82,7 @@ def _forward(
     total = tl.zeros([BM], tl.float32)
     out = tl.zeros([BM, BE], tl.float32)
     for page in range(pages):
-        length, k_at, v_at, ks_at, vs_at = _page(table + page * _ROW, head, k_head, v_head, scale_head, TYPE)
+        length, k_at, v_at, ks_at, vs_at = _page(table + (piece * pages + page) * _ROW, head, k_head, v_head, scale_head, TYPE)
         for first in range(0, length, BN):
             k = _values(k_at, ks_at, first, n, length, k_step, scale_step, D, BD, CODED, DOT, ALIGNED)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * _LOG2E)
@@ -94,31 +96,33 @@ def _forward(
             top = new
     e = tl.arange(0, BE)
     kept = (m < M - start)[:, None] & (e < E)[None, :]
-    out = (out / total[:, None]).to(out_KME.dtype.element_ty)
-    tl.store(out_KME + at * E + m[:, None] * E + e[None, :], out, mask=kept)
-    tl.store(lse_KM + at + m, (top + tl.log2(total)) / _LOG2E, mask=m < M - start)
+    out = (out / total[:, None]).to(out_RKME.dtype.element_ty)
+    at += piece * tl.num_programs(1) * M
+    tl.store(out_RKME + at * E + m[:, None] * E + e[None, :], out, mask=kept)
+    tl.store(lse_RKM + at + m, (top + tl.log2(total)) / _LOG2E, mask=m < M - start)
 
 
 @triton.jit(do_not_specialize=["pages", "M"])
 def _query_gradient(
-    q_KMD, dout_KME, out_KME, lse_KM, delta_KM, dq_KMD, table, pages, M, scale,
+    q_KMD, dout_KME, out_KME, lse_KM, delta_KM, dq_RKMD, table, pages, M, scale,
     k_step, k_head, v_step, v_head, scale_step, scale_head,
     TYPE: tl.constexpr, CODED: tl.constexpr, DOT: tl.constexpr, ALIGNED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of queries, summed over all pages; leaves delta = sum(dO * O) for `_page_gradient`."""
+    """dQ of a block of queries, summed over its `pages` pages; leaves delta = sum(dO * O) for `_page_gradient`."""
+    piece = tl.program_id(2).to(tl.int64)
     head, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM
     m, n = tl.arange(0, BM), tl.arange(0, BN)
     at = head * M + start
     dout = _rows(dout_KME + at * E, m, M - start, E, BE)
     delta = tl.sum(dout.to(tl.float32) * _rows(out_KME + at * E, m, M - start, E, BE).to(tl.float32), 1)
-    tl.store(delta_KM + at + m, delta, mask=m < M - start)
+    tl.store(delta_KM + at + m, delta, mask=(m < M - start) & (piece == 0))
     dout = dout.to(DOT)
     q = _rows(q_KMD + at * D, m, M - start, D, BD).to(DOT)
     lse = tl.load(lse_KM + at + m, mask=m < M - start, other=float("inf")) * _LOG2E
     dq = tl.zeros([BM, BD], tl.float32)
     for page in range(pages):
-        length, k_at, v_at, ks_at, vs_at = _page(table + page * _ROW, head, k_head, v_head, scale_head, TYPE)
+        length, k_at, v_at, ks_at, vs_at = _page(table + (piece * pages + page) * _ROW, head, k_head, v_head, scale_head, TYPE)
         for first in range(0, length, BN):
             k = _values(k_at, ks_at, first, n, length, k_step, scale_step, D, BD, CODED, DOT, ALIGNED)
             v = _values(v_at, vs_at, first, n, length, v_step, scale_step, E, BE, CODED, DOT, ALIGNED)
@@ -129,7 +133,8 @@ def _query_gradient(
             dq = tl.dot(ds.to(DOT), k, dq, input_precision="ieee")
     d = tl.arange(0, BD)
     kept = (m < M - start)[:, None] & (d < D)[None, :]
-    tl.store(dq_KMD + at * D + m[:, None] * D + d[None, :], (dq * scale).to(dq_KMD.dtype.element_ty), mask=kept)
+    dq_at = dq_RKMD + (at + piece * tl.num_programs(1) * M) * D
+    tl.store(dq_at + m[:, None] * D + d[None, :], (dq * scale).to(dq_RKMD.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -210,6 +215,8 @@ TILES = {
     ("_page_gradient", 256): Tiles(32, 64, 8, 2),
 }
 _WIDE = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
+#: The fewest positions that are worth programs of their own.
+PIECE = 1024
 _FITTING: dict[Any, Tiles] = {}
 
 
@@ -226,25 +233,30 @@ class TritonPages:
 
     def forward(self, q_1KMD: Tensor, pages: list[Page], scale: float) -> tuple[Tensor, Tensor]:
         """See `PageKernel`."""
-        (_, K, M, _), E = q_1KMD.shape, pages[0].v.shape[-1]
-        out = q_1KMD.new_empty(1, K, M, E)
-        lse = torch.empty(1, K, M, dtype=torch.float32, device=q_1KMD.device)
         walk = _Walk(q_1KMD, pages)
-        grid = lambda tiles: (triton.cdiv(M, tiles.queries), K)
-        walk.run(_forward, grid, q_1KMD.contiguous(), out, lse, walk.table, len(pages), M, scale)
-        return out, lse
+        R, K, M, E = walk.pieces, *q_1KMD.shape[1:3], pages[0].v.shape[-1]
+        out = torch.empty(R, K, M, E, dtype=torch.float32 if R > 1 else q_1KMD.dtype, device=q_1KMD.device)
+        lse = torch.empty(R, K, M, dtype=torch.float32, device=q_1KMD.device)
+        grid = lambda tiles: (triton.cdiv(M, tiles.queries), K, R)
+        walk.run(_forward, grid, q_1KMD.contiguous(), out, lse, walk.table, walk.each, M, scale)
+        if R == 1:
+            return out, lse
+        total = lse.logsumexp(0, keepdim=True)
+        out *= torch.exp(lse - total)[..., None]
+        return out.sum(0, keepdim=True).to(q_1KMD.dtype), total
 
     def backward(
         self, dout_1KME: Tensor, q_1KMD: Tensor, pages: list[Page], out_1KME: Tensor, lse_1KM: Tensor, scale: float
     ) -> Tensor:
         """See `PageKernel`."""
-        K, M = q_1KMD.shape[1:3]
         q, dout, out = (x.contiguous() for x in (q_1KMD, dout_1KME, out_1KME))
         lse = lse_1KM.float().contiguous()
-        dq, delta = torch.empty_like(q), torch.empty_like(lse)
+        delta = torch.empty_like(lse)
         walk = _Walk(q, pages)
-        grid = lambda tiles: (triton.cdiv(M, tiles.queries), K)
-        walk.run(_query_gradient, grid, q, dout, out, lse, delta, dq, walk.table, len(pages), M, scale)
+        R, K, M, D = walk.pieces, *q.shape[1:]
+        dq = torch.empty(R, K, M, D, dtype=torch.float32 if R > 1 else q.dtype, device=q.device)
+        grid = lambda tiles: (triton.cdiv(M, tiles.queries), K, R)
+        walk.run(_query_gradient, grid, q, dout, out, lse, delta, dq, walk.table, walk.each, M, scale)
         wanted = [page for page in pages if page.dk is not None]
         if wanted:
             walk = _Walk(q, wanted, gradient=True)
@@ -252,7 +264,20 @@ class TritonPages:
             blocks = lambda tiles: (triton.cdiv(longest, tiles.keys), K, len(wanted))
             steps = (*walk.steps("dk"), *walk.steps("dv"))
             walk.run(_page_gradient, blocks, q, dout, lse, delta, walk.table, M, scale, *steps)
-        return dq
+        return dq if R == 1 else dq.sum(0, keepdim=True).to(q.dtype)
+
+
+def _pieces(q_1KMD: Tensor, pages: list[Page]) -> list[Page]:
+    """The pages, cut so that a few queries occupy the device; as they are where there are queries enough."""
+    on_gpu = q_1KMD.device.type == "cuda"
+    enough = 2 * torch.cuda.get_device_properties(q_1KMD.device).multi_processor_count if on_gpu else 8
+    total = sum(page.k.shape[2] for page in pages)
+    programs = q_1KMD.shape[1] * triton.cdiv(q_1KMD.shape[2], 128)
+    wanted = min(enough // programs, total // PIECE)
+    if wanted <= 1:
+        return pages
+    size = triton.cdiv(triton.cdiv(total, wanted), 128) * 128
+    return [page.piece(start, start + size) for page in pages for start in range(0, page.k.shape[2], size)]
 
 
 class _Walk:
@@ -263,8 +288,10 @@ class _Walk:
         kinds = {page.kind(gradient) for page in pages}
         if len(kinds) > 1:
             raise ModelError(f"pages of one launch have different types or strides: {kinds}; give pages of one kind")
+        cut = pages if gradient else _pieces(q_1KMD, pages)
+        self.pieces, self.each = (1, len(pages)) if cut is pages else (len(cut), 1)
         address = lambda tensor: 0 if tensor is None else tensor.data_ptr()
-        rows = [[page.k.shape[2], *(address(tensor) for tensor in page.tensors())] for page in pages]
+        rows = [[page.k.shape[2], *(address(tensor) for tensor in page.tensors())] for page in cut]
         self._aligned = all(_aligned(tensor) for page in pages for tensor in (page.k, page.v, page.dk, page.dv))
         self.table = torch.tensor(rows, dtype=torch.int64).to(q_1KMD.device)
         self.coded = self._first.k_scale is not None
