@@ -69,8 +69,8 @@ class Scale:
 SCALES = {"full": Scale(), "small": Scale(2, 3, 1, 2, 2, 2, 1, 600)}
 #: Of the harder reading task.
 NAMES = {
-    scale: replace(sizes, every=2 * sizes.every, imitated=2 * sizes.imitated, facts=8, ask="name")
-    for scale, sizes in SCALES.items()
+    "full": replace(SCALES["full"], every=10, imitated=16, facts=8, ask="name"),
+    "small": replace(SCALES["small"], facts=8, ask="name"),
 }
 
 

@@ -88,14 +88,14 @@ def scale_of(chars: int, warm: tuple[int, ...], updates: tuple[int, int, int], t
     """Three stages with so many updates each at most."""
     stages = (
         Stage("warm", updates[0], 0.25, warm, 4, 8, True),
-        Stage("shown", updates[1], 0.70, (chars,), 2, 8, True),
+        Stage("shown", updates[1], 0.60, (chars,), 2, 8, True),
         Stage("own", updates[2], 1.0, (chars,), 2, 4, False),
     )
     return LongScale(stages, chars, 6, 6, tasks, limit, chunk)
 
 
 SCALES = {
-    "full": scale_of(460_000, (8_000, 16_000, 32_000, 64_000), (32, 16, 8), 16, 8192, 8192),
+    "full": scale_of(460_000, (8_000, 16_000, 32_000, 64_000), (32, 14, 8), 16, 8192, 8192),
     "small": scale_of(1_500, (300, 600), (2, 1, 1), 2, 128, 128),
 }
 
@@ -228,8 +228,8 @@ def run_stage(arm: Arm, stage: Stage, watch: Watch) -> None:
     loop.stage = stage
     loop.limit = SCALES[arm.scale].limit if arm.kind == "truncated" and stage.name != "warm" else None
     evaluation = max((row["took"] for row in watch.progress.values["evaluations"]), default=0.0)
-    # sampling an update's trajectories takes about as long as an evaluation
-    guess = watch.longest + (0.0 if stage.imitate else evaluation)
+    # sampling an update's trajectories, of two texts, takes about half as long as an evaluation
+    guess = watch.longest + (0.0 if stage.imitate else evaluation / 2)
     watch.begin(now + stage.share * (arm.deadline - LAST * evaluation - now), guess)
     done = loop.done
     while loop.done < done + stage.updates and watch.has_time():
