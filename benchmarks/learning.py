@@ -146,7 +146,8 @@ def run_all(
     options = ["--scale", scale, "--model", model, "--device", device, "--work", str(work.resolve())]
     options += ["--until", str(ends - 20.0)]
     arms = Arms(names(tuple(kinds.split(",")), seeds), jobs, gpus, work, options)
-    command = f"python -m benchmarks.learning all --scale {scale} --model {model} --seeds {seeds} --deadline {deadline:g}"
+    command = f"python -m benchmarks.learning all --kinds {kinds} --scale {scale} --model {model} --seeds {seeds} --gpus {gpus}"
+    command += f" --deadline {deadline:g}"
     head = {"measured": figures.provenance(), "command": command, "began": time.time()}
     while arms.step() and time.time() < ends:
         _write(out, head | {"arms": arms.results()})
