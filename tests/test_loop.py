@@ -28,6 +28,7 @@ from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks
 from longstraw_agents.loop import Loop, RunConfig
 from longstraw_agents.metrics import MetricsSettings
 from longstraw_agents.policies import Sampling
+from longstraw_agents.trainer.journal import JournalConfig
 from longstraw_agents.trainer.optimizer import OptimizerConfig
 
 
@@ -280,3 +281,31 @@ def test_a_longer_run_is_evaluated_anew_at_its_end_and_keeps_what_was_before(con
         versions = [(row.name, row.policy_version) for row in loop.store.evaluations(loop.run_id)]
         assert versions == [("before", 0), ("after", after), ("after", loop.trainer.version)]
         assert loop.trainer.version > after and report["evaluations"]["before"] == before
+
+
+def test_a_run_killed_within_an_update_goes_on_there(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Loop(config) as alone:
+        alone.collect()
+        shutil.copytree(config.run.folder, tmp_path / "other")
+        alone.train()
+    journal = JournalConfig(tmp_path / "journal", seconds=0)
+    other = replace(config.run, folder=tmp_path / "other")
+    resumed = replace(config, run=other, trainer=replace(config.trainer, journal=journal))
+    with Loop(resumed) as first:
+        decode, left = first.trainer.engine.decode, iter(range(7))
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return decode(*args, **kwargs)
+
+        monkeypatch.setattr(first.trainer.engine, "decode", dying)
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+    assert (tmp_path / "journal" / "checkpoint.safetensors").exists()
+    path = tmp_path / "run.toml"
+    path.write_text(toml.dump(resumed))
+    with Loop(toml.load(path, RunConfig)) as second:
+        receipt = second.train()
+    assert receipt["journal"]["resumed"] and not list((tmp_path / "journal").iterdir())
+    assert adapter_of(other.folder, 1) == adapter_of(config.run.folder, 1)

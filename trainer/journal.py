@@ -23,11 +23,12 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -42,10 +43,10 @@ from torch import Tensor
 from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError, UpdateStoppedError
 from longstraw_agents.segmenter import PrefixTree
 from longstraw_agents.trainer import snapshot, wholefile
-from longstraw_agents.trainer.passes import Checkpoint, Pass, Result
+from longstraw_agents.trainer.passes import Checkpoint, Pass, Result, Written
 from longstraw_agents.trainer.receipt import versions
 from longstraw_agents.trainer.stamps import tensor_digest
-from longstraw_agents.trainer.state import Run
+from longstraw_agents.trainer.state import Run, StateCache
 
 if TYPE_CHECKING:
     from longstraw_agents.trainer.replay import Engine, Scores, TreeReplay
@@ -98,6 +99,7 @@ class Journal:
         self._error = ""
         self._begun = time.monotonic()
         self._due = self._begun + self.config.seconds
+        self._end = math.inf if self.config.stop_after is None else self._begun + self.config.stop_after
 
     # -- an update ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class Journal:
                 path.unlink()
 
     def _fail(self, error: OSError) -> None:
-        _LOG.warning("an update is not resumable from here on: %s", error)
+        _LOG.warning("a checkpoint of an update was not written, the one before stays: %s", error)
         self._failed += 1
         self._error = str(error)
 
@@ -244,14 +246,16 @@ class Journal:
     def border(self, work: Pass) -> None:
         """Between two runs: write a checkpoint if it is time. Raises UpdateStoppedError where the piece is at its end."""
         now = time.monotonic()
-        stops = self.config.stop_after is not None and now - self._begun >= self.config.stop_after
+        stops = now >= self._end
         if self._folder is None or (now < self._due and not stops):
             return
         written = self._write(work)
         took = time.monotonic() - now
         self._seconds += took
         self._due = time.monotonic() + max(self.config.seconds, _PAUSE * took)
-        if stops and written:
+        if not written:
+            self._end = max(self._end, self._due)  # without a checkpoint it does not stop, and does not try at every border
+        elif stops:
             raise UpdateStoppedError(
                 f"the update stopped after {now - self._begun:.0f} s, as asked for; its journal is in {self.config.directory}: "
                 "start it again with the same settings to go on"
@@ -259,53 +263,50 @@ class Journal:
 
     def _write(self, work: Pass) -> bool:
         """Write a checkpoint; whether it was done. Where it fails, the one before stays."""
-        new: list[str] = []
-        folder = self.config.directory
+        folder, state = self.config.directory, work.replay.state
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # states in host memory are read by the host
+        entries = [self._named(entry, state) for entry in work.written]
+        before = {entry.state for entry in work.written}
+        files = [(entry, entry.state, snapshot.states) for entry in entries if entry.state and entry.state not in before]
+        files += [(entry, entry.cotangent, snapshot.cotangents) for entry in entries if entry.cotangent]
+
+        def write(file: tuple[Written, str, Callable[[StateCache, int, int], dict[str, Tensor]]]) -> int:
+            entry, name, part = file
+            return wholefile.write(folder / name, {"name": name}, part(state, entry.start, entry.stop))
+
         try:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # states in host memory are read by the host
-            files: dict[str, tuple[int, str]] = {}  # by name: which written run, and what of it
-            entries = list(work.written)
-            for index, entry in enumerate(entries):
-                if entry.state is None:
-                    entry = replace(entry, state=self.name("state"))
-                    files[str(entry.state)] = (index, "state")
-                if snapshot.has_cotangent(work.replay.state, entry.start, entry.stop):
-                    entry = replace(entry, cotangent=self.name("cotangent"))
-                    files[str(entry.cotangent)] = (index, "cotangent")
-                else:
-                    entry = replace(entry, cotangent=None)
-                entries[index] = entry
-            new = list(files)
-            _require_room(folder, sum(snapshot.size(work.replay.state, e.start, e.stop) for e in entries if e.cotangent))
-
-            def write(name: str) -> int:
-                index, kind = files[name]
-                entry = entries[index]
-                part = snapshot.states if kind == "state" else snapshot.cotangents
-                return wholefile.write(folder / name, {}, part(work.replay.state, entry.start, entry.stop))
-
+            _require_room(folder, sum(snapshot.size(state, e.start, e.stop) for e in entries))
             with ThreadPoolExecutor(_WRITERS) as pool:
-                size = sum(pool.map(write, new))
-            about, tensors = work.describe()
-            about |= {
-                "stamps": self._stamps, "pass": len(self._results), "results": [result.about for result in self._results],
-                "written": [asdict(entry) for entry in entries], "files": self._files, "inputs": dict(self._all_inputs()),
-            }  # fmt: skip
-            for index, result in enumerate(self._results):
-                tensors |= {f"result/{index}/{name}": tensor for name, tensor in result.tensors.items()}
-            size += wholefile.write(folder / _CHECKPOINT, about, tensors)
+                size = sum(pool.map(write, files))
+            size += wholefile.write(folder / _CHECKPOINT, *self._describe(work, entries))
         except OSError as error:
-            for name in new:
+            for _, name, _ in files:
                 with suppress(OSError):
                     (folder / name).unlink(missing_ok=True)
             self._fail(error)
             return False
-        work.replay.written[:] = entries
+        work.written[:] = entries
         self._written.update(checkpoints=1, bytes=size)
         with suppress(OSError):
             self._sweep(name for entry in entries for name in (entry.state, entry.cotangent) if name)
         return True
+
+    def _named(self, entry: Written, state: StateCache) -> Written:
+        """With names of its files in the next checkpoint: of its state, written once, and of its cotangents, if it has any."""
+        cotangent = self.name("cotangent") if snapshot.size(state, entry.start, entry.stop) else None
+        return replace(entry, state=entry.state or self.name("state"), cotangent=cotangent)
+
+    def _describe(self, work: Pass, entries: Sequence[Written]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The checkpoint's own file."""
+        about, tensors = work.describe()
+        about |= {
+            "stamps": self._stamps, "pass": len(self._results), "results": [result.about for result in self._results],
+            "written": [asdict(entry) for entry in entries], "files": self._files, "inputs": dict(self._all_inputs()),
+        }  # fmt: skip
+        for index, result in enumerate(self._results):
+            tensors |= {f"result/{index}/{name}": tensor for name, tensor in result.tensors.items()}
+        return about, tensors
 
     def _all_inputs(self) -> Counter[str]:
         before = {} if self._found is None else self._found.about["inputs"]

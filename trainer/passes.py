@@ -153,9 +153,12 @@ class Pass:
 def _read(folder: Path, name: str | None) -> dict[str, Tensor]:
     assert name is not None
     try:
-        return wholefile.read(folder / name)[1]
+        about, tensors = wholefile.read(folder / name)
+        if about.get("name") != name:
+            raise CorruptionError(f"{folder / name} was written as {about.get('name')}")
     except CorruptionError as error:
         raise CorruptionError(f"{error}; remove {folder} to begin the update anew") from error
+    return tensors
 
 
 def _scores(out: Scores) -> dict[str, Tensor]:

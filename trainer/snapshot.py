@@ -31,13 +31,8 @@ def restore_states(state: StateCache, start: int, stop: int, tensors: Mapping[st
         state.adopt(index, start, stop, own)
 
 
-def has_cotangent(state: StateCache, start: int, stop: int) -> bool:
-    """Whether there is any cotangent of what the captured run [start, stop) wrote."""
-    return any(layer.cotangents(start, stop) for layer in state.layers)
-
-
 def size(state: StateCache, start: int, stop: int) -> int:
-    """Bytes of the cotangents of what the captured run [start, stop) wrote."""
+    """Bytes of the cotangents of what the captured run [start, stop) wrote; 0 where there are none."""
     return sum(tensor.nbytes for layer in state.layers for tensor in layer.cotangents(start, stop).values())
 
 
