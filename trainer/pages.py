@@ -6,7 +6,8 @@ traffic goes through the device's own queue of copies, so the host never touches
 the device reads is what it wrote before. Without a GPU the same code runs on plain memory: the numbers are the same.
 
 On disk the same bytes lie in mapped files that have no name, so that nothing is left of them when the process ends; the system
-decides which of them stay in memory. What must outlive a process is kept by the shelf (`trainer/shelf.py`).
+decides which of them stay in memory. What must outlive a process is kept by the shelf (`trainer/shelf.py`), or by an update's
+journal (`trainer/journal.py`).
 """
 
 from __future__ import annotations
