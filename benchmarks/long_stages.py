@@ -92,7 +92,7 @@ def stage_positions(options: argparse.Namespace, save: Save) -> dict[str, Any]:
     }  # fmt: skip
     say(f"finished in {measured['seconds']} s")
     if options.journal:
-        result["journal"] = receipt.journal
+        result |= {"journal": receipt.journal, "seconds_of_all_pieces": sum(receipt.seconds.values())}
         subject.settle()
     save(result)
     del subject, watch

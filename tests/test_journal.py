@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,11 +26,12 @@ from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
 from longstraw_agents.trainer.shelf import ShelfConfig
+from longstraw_agents.trainer.state import RecurrentState
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
 from longstraw_agents.types import Group, Task
 from tests import models as zoo
 from tests.test_replay import coefficients
-from tests.trees import unequal_tree
+from tests.trees import trajectory, unequal_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,7 +152,7 @@ def test_a_process_that_dies_between_two_writes_leaves_the_checkpoint_before(
     expected = process(model, tree, config, None)
     assert expected is not None
     save, left = wholefile.save_file, [0]
-    monkeypatch.setattr(journal, "_WRITERS", 1)
+    monkeypatch.setattr(wholefile, "AT_ONCE", 1)
 
     def dying(tensors: Any, path: Path, metadata: Any) -> None:
         left[0] -= 1
@@ -168,6 +170,36 @@ def test_a_process_that_dies_between_two_writes_leaves_the_checkpoint_before(
     assert found is not None and attempt > 10 and found["journal"].report()["resumed"]
     require_same(found, expected)
     assert not list(folder.glob(".writing-*"))
+
+
+def prompt_tree() -> PrefixTree:
+    """Two answers of three tokens to a prompt of 101, which carries no loss."""
+    paths = [np.r_[5 + np.arange(101) % 50, end, end + 1, end + 2] for end in (7, 9)]
+    return segment([trajectory(str(index), path, np.arange(101, 104)) for index, path in enumerate(paths)])
+
+
+def test_files_are_of_what_is_not_yet_reversed(tmp_path: Path) -> None:
+    model, tree, config = zoo.build("qwen3_5"), prompt_tree(), ReplayConfig(chunk=20)
+    seen = []
+    for runs in range(1, 12):
+        assert process(model, tree, config, tmp_path, runs=1) is None
+        seen.append((runs, len(list(tmp_path.glob("state-*"))), len(list(tmp_path.glob("cotangent-*")))))
+    captured = [(1, 1, 0), (2, 2, 0), (3, 3, 0), (4, 4, 0), (5, 5, 0), (6, 5, 0)]  # and the answers scored
+    reversed_ = [(7, 5, 5), (8, 4, 4), (9, 3, 3), (10, 2, 2), (11, 1, 1)]
+    assert seen == captured + reversed_
+    assert process(model, tree, config, tmp_path) is not None
+
+
+def test_a_recurrent_state_that_was_let_go_stays_away(tmp_path: Path) -> None:
+    model, tree, config = zoo.build("qwen3_5"), prompt_tree(), ReplayConfig("detached", chunk=20)
+    for _ in range(4):
+        assert process(model, tree, config, tmp_path, runs=1) is None
+    engine, kept = Engine(model, config), Journal(JournalConfig(tmp_path, seconds=0))
+    with kept.update(stamps_of(engine, [tree])):
+        replay = engine.open(tree, journal=kept)
+        replay.score(entropy=True)
+    states = [layer for layer in replay.state.layers if isinstance(layer, RecurrentState)]
+    assert kept.report()["resumed"] and states and all(set(state._borders) == {100} for state in states)
 
 
 def stopped(folder: Path, runs: int = 25, **settings: Any) -> tuple[torch.nn.Module, PrefixTree, ReplayConfig]:

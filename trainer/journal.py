@@ -56,8 +56,6 @@ _LOG = logging.getLogger(__name__)
 _CHECKPOINT = "checkpoint.safetensors"
 #: A checkpoint takes at most about a fifth of the time: the pause after it is this many times what it took.
 _PAUSE = 4
-#: Files written at once: digesting takes longer than a fast disk.
-_WRITERS = 4
 
 
 @dataclass(frozen=True)
@@ -264,8 +262,8 @@ class Journal:
     def _write(self, work: Pass) -> bool:
         """Write a checkpoint; whether it was done. Where it fails, the one before stays."""
         folder, state = self.config.directory, work.replay.state
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # states in host memory are read by the host
+        for device in {layer.device for layer in state.layers if layer.device is not None and layer.device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # states in host memory are read by the host
         entries = [self._named(entry, state) for entry in work.written]
         before = {entry.state for entry in work.written}
         files = [(entry, entry.state, snapshot.states) for entry in entries if entry.state and entry.state not in before]
@@ -277,7 +275,7 @@ class Journal:
 
         try:
             _require_room(folder, sum(snapshot.size(state, e.start, e.stop) for e in entries))
-            with ThreadPoolExecutor(_WRITERS) as pool:
+            with ThreadPoolExecutor(wholefile.AT_ONCE) as pool:
                 size = sum(pool.map(write, files))
             size += wholefile.write(folder / _CHECKPOINT, *self._describe(work, entries))
         except OSError as error:

@@ -6,7 +6,8 @@ Vocabulary: see `journal`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,29 +137,36 @@ class Pass:
         """Bring state, gradients, scores and counts to where the checkpoint was written."""
         replay, state, folder = self.replay, self.replay.state, self.journal.config.directory
         self.written[:] = [Written(**entry) for entry in found.about["written"]]
-        for entry in self.written:
-            snapshot.restore_states(state, entry.start, entry.stop, _read(folder, entry.state))
+        for entry, tensors in _read(folder, [(entry, entry.state) for entry in self.written]):
+            snapshot.restore_states(state, entry.start, entry.stop, tensors)
             if entry.dropped:
                 state.drop(entry.stop)
         snapshot.restore_outline(state, found.part("outline"))
-        for entry in self.written:
-            if entry.cotangent is not None:
-                snapshot.restore_cotangents(state, entry.start, entry.stop, _read(folder, entry.cotangent))
+        for entry, tensors in _read(folder, [(entry, entry.cotangent) for entry in self.written]):
+            snapshot.restore_cotangents(state, entry.start, entry.stop, tensors)
         snapshot.restore_flips(state, found.about["flips"])
         snapshot.restore_gradients(replay.engine.model, self.sums, found.part("gradient"))
         _fill(self.out, found.part("out"))
         replay.counts, replay.seconds = Counter(found.about["counts"]), Counter(found.about["seconds"])
 
 
-def _read(folder: Path, name: str | None) -> dict[str, Tensor]:
-    assert name is not None
-    try:
-        about, tensors = wholefile.read(folder / name)
-        if about.get("name") != name:
-            raise CorruptionError(f"{folder / name} was written as {about.get('name')}")
-    except CorruptionError as error:
-        raise CorruptionError(f"{error}; remove {folder} to begin the update anew") from error
-    return tensors
+def _read(folder: Path, files: Sequence[tuple[Written, str | None]]) -> Iterator[tuple[Written, dict[str, Tensor]]]:
+    """The tensors of each file that there is, a few read at once. Raises CorruptionError for one that is not what was written."""
+
+    def read(name: str) -> dict[str, Tensor]:
+        try:
+            about, tensors = wholefile.read(folder / name)
+            if about.get("name") != name:
+                raise CorruptionError(f"{folder / name} was written as {about.get('name')}")
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}; remove {folder} to begin the update anew") from error
+        return tensors
+
+    named = [(entry, name) for entry, name in files if name is not None]
+    with ThreadPoolExecutor(wholefile.AT_ONCE) as pool:
+        for first in range(0, len(named), wholefile.AT_ONCE):  # no more than these are in memory
+            few = named[first : first + wholefile.AT_ONCE]
+            yield from zip((entry for entry, _ in few), pool.map(read, (name for _, name in few)), strict=True)
 
 
 def _scores(out: Scores) -> dict[str, Tensor]:

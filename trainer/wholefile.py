@@ -21,6 +21,8 @@ from torch import Tensor
 from longstraw_agents.errors import CorruptionError
 from longstraw_agents.trainer.stamps import tensor_digest
 
+#: Files to write or read at once: digesting takes longer than a fast disk.
+AT_ONCE = 4
 #: Names of files under way begin so; the writing process's id follows.
 HIDDEN = ".writing-"
 
