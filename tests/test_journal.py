@@ -19,14 +19,15 @@ import torch
 
 from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError, UpdateStoppedError
 from longstraw_agents.segmenter import PrefixTree, segment
-from longstraw_agents.trainer import attention, comparison, journal, wholefile
+from longstraw_agents.trainer import attention, comparison, journal, sparse, wholefile
 from longstraw_agents.trainer.bounded import BoundedConfig
 from longstraw_agents.trainer.journal import Journal, JournalConfig, stamps_of
 from longstraw_agents.trainer.loss import LossConfig
 from longstraw_agents.trainer.pages import Placement
 from longstraw_agents.trainer.replay import Engine, ReplayConfig
+from longstraw_agents.trainer.routing import RoutingState
 from longstraw_agents.trainer.shelf import ShelfConfig
-from longstraw_agents.trainer.state import RecurrentState
+from longstraw_agents.trainer.state import RecurrentState, Run
 from longstraw_agents.trainer.update import Trainer, TrainerConfig
 from longstraw_agents.types import Group, Task
 from tests import models as zoo
@@ -170,6 +171,24 @@ def test_a_process_that_dies_between_two_writes_leaves_the_checkpoint_before(
     assert found is not None and attempt > 10 and found["journal"].report()["resumed"]
     require_same(found, expected)
     assert not list(folder.glob(".writing-*"))
+
+
+def test_counts_of_changed_decisions_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tree, config = zoo.build("glm_moe_dsa"), prompt_tree(), ReplayConfig(chunk=20)
+    calls = iter(range(10**6))
+    monkeypatch.setattr(sparse, "_digest", lambda picks_Tn: torch.full((len(picks_Tn),), next(calls)))  # never the same twice
+    decide = RoutingState.decide
+
+    def changing(self: RoutingState, run: Run, picks_Tk: torch.Tensor, experts: int) -> torch.Tensor:
+        self.flips += int(run.gradient)
+        return decide(self, run, picks_Tk, experts)
+
+    monkeypatch.setattr(RoutingState, "decide", changing)
+    expected = process(model, tree, config, None)
+    assert expected is not None and all(expected["report"]["flips"].values())
+    while (found := process(model, tree, config, tmp_path, runs=1)) is None:
+        pass
+    require_same(found, expected)
 
 
 def prompt_tree() -> PrefixTree:
