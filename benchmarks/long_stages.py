@@ -164,7 +164,7 @@ def stage_peaks(options: argparse.Namespace, save: Save) -> dict[str, Any]:
 
 def stage_paged(options: argparse.Namespace, save: Save) -> dict[str, Any]:
     """One float32 gradient with states on the device, and again in host memory under a budget below the states' size."""
-    length, chunk, page = (2048, 256, 300) if options.scale == "tiny" else (98304, 1024, 16384)
+    length, chunk, page = (2048, 256, 300) if options.scale == "tiny" else (98304, 1024, 4096)
     model = build("wide_state", torch.float32, options.scale)
     tree = segment(make_group(length, 128, 2, SHAPES["wide_state"].make(options.scale).vocab_size).trajectories)
     c = torch.full((len(tree.entry_node),), 1 / len(tree.entry_node), device=DEVICE)
@@ -172,7 +172,7 @@ def stage_paged(options: argparse.Namespace, save: Save) -> dict[str, Any]:
     gradients: dict[str, dict[str, Tensor]] = {}
     result: dict[str, Any] = {"length": length, "chunk": chunk, "page": page, "dtype": "float32"}
     for place in ("device", "host"):
-        budget = int(0.75 * result["device"]["state_bytes"]["state"]) if place == "host" else total
+        budget = int(0.9 * result["device"]["state_bytes"]["state"]) if place == "host" else total
         clear()
         if DEVICE.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(budget / total)
