@@ -81,11 +81,13 @@ def process(
 
 
 def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same bits, and the same counts."""
+    """The same bits, the same counts, and as much memory for cotangents (of state, what is dead is not put back)."""
     assert found["tensors"].keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
         assert torch.equal(found["tensors"][name], tensor), name
-    assert found["counts"] == expected["counts"] and found["report"]["flips"] == expected["report"]["flips"]
+    ours, theirs = found["report"], expected["report"]
+    assert found["counts"] == expected["counts"] and ours["flips"] == theirs["flips"]
+    assert ours["bytes"]["cotangent"] == theirs["bytes"]["cotangent"] and ours["bytes"]["state"] <= theirs["bytes"]["state"]
 
 
 PLACES: dict[str, Callable[[Path], Placement]] = {
