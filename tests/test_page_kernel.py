@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from longstraw_agents.errors import ModelError
 from longstraw_agents.segmenter import segment
-from longstraw_agents.trainer import comparison, kernels, paged
+from longstraw_agents.trainer import attention, comparison, kernels, paged
 from longstraw_agents.trainer.attention import Visibility, reference_backward, reference_forward
 from longstraw_agents.trainer.paged import Page
 from longstraw_agents.trainer.pages import Placement
@@ -84,6 +84,29 @@ def gradient(model: torch.nn.Module, config: ReplayConfig, group: list[Trajector
     return found
 
 
+def without_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine whose fast kernels do not take the shape: codes are read as they are at any number of queries."""
+    monkeypatch.setattr(kernels, "KERNELS", ())
+    monkeypatch.setattr(kernels, "_CHOICES", {})
+
+
+def test_beside_a_fast_kernel_codes_are_read_for_few_queries_and_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("llama", dtype=torch.float64)
+    monkeypatch.setitem(kernels.TOLERANCE, torch.float64, 1e-6)
+    monkeypatch.setattr(paged.importlib.util, "find_spec", lambda name: object())
+    read = {}
+    for few in (0, 40):
+        kernel, asked = ReferencePages(), []
+        monkeypatch.setattr(attention, "FEW", few)
+        monkeypatch.setattr(paged, "_CHOICES", {})
+        monkeypatch.setattr(paged, "_load", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(kernel, "backward", lambda *a, own=kernel.backward, asked=asked: (asked.append(1), own(*a))[1])
+        gradient(model, ReplayConfig(chunk=40, pack=100, placement=Placement(bits=8)))
+        read[few] = (len(kernel.launches), len(asked))
+    assert read[0] == (0, 0), "nothing is few, so the kernel is not even checked"
+    assert read[40][0] > 1 and read[40][1] == 1, "the check alone asks for a gradient"
+
+
 @pytest.mark.parametrize("mode", ["exact", "detached"])
 @pytest.mark.parametrize("placement", [Placement(bits=8), Placement("host", page=19, bits=8)])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "qwen3_5"])
@@ -92,6 +115,7 @@ def test_a_state_read_as_codes_gives_the_gradient_of_one_read_as_values(
 ) -> None:
     model = zoo.build(name, dtype=torch.float64)  # so that no last bit moves a later key to another code
     config = ReplayConfig(mode, chunk=40, pack=100, placement=placement)
+    without_fast_kernels(monkeypatch)
     monkeypatch.setitem(kernels.TOLERANCE, torch.float64, 1e-6)  # cotangents of codes are float32
     monkeypatch.setattr(paged, "_CHOICES", {})
     monkeypatch.setattr(paged, "_load", lambda: None)
@@ -199,6 +223,7 @@ def test_an_update_through_the_kernel_gives_the_gradient_of_the_path_through_val
     root, ends = list(range(3, 50)), ([7, 9, 11] * 4, [8, 5] * 3)
     group = [trajectory(str(i), root + end, np.arange(len(root + end)) > 46) for i, end in enumerate(ends)]
     config = ReplayConfig(mode, chunk=20, pack=100, placement=placement)
+    without_fast_kernels(monkeypatch)
     monkeypatch.setattr(paged, "_CHOICES", {})
     codes = gradient(model, config, group)
     assert paged.chosen() == ["longstraw-pages"]
