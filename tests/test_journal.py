@@ -369,6 +369,38 @@ def test_what_it_cannot_hold_is_refused() -> None:
             JournalConfig(Path("x"), **settings)
 
 
+def test_files_that_are_not_the_journals_own_stay(tmp_path: Path) -> None:
+    others = {name: tmp_path / f"{name}.safetensors" for name in ("state-dict", "cotangent-3-copy", "model")}
+    for path in others.values():
+        path.write_text("somebody's")
+    model, tree, config = zoo.build("llama"), segment(unequal_tree()), ReplayConfig(chunk=30, pack=60)
+    assert process(model, tree, config, tmp_path, runs=8) is None
+    done = process(model, tree, config, tmp_path)
+    assert done is not None
+    done["journal"].settle()
+    assert set(tmp_path.iterdir()) == set(others.values())
+
+
+def test_a_folder_that_cannot_be_synced_leaves_a_checkpoint_with_all_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tree, config = zoo.build("llama"), segment(unequal_tree()), ReplayConfig(chunk=30, pack=60)
+    expected = process(model, tree, config, None)
+    assert process(model, tree, config, tmp_path, runs=8) is None
+    sync, synced = wholefile._sync, [""]
+
+    def failing(path: Path) -> None:
+        synced.append(path.name)
+        if synced[-2].endswith("-checkpoint.safetensors"):  # the file is in place, and its folder is next
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wholefile, "_sync", failing)
+        assert process(model, tree, config, tmp_path, runs=3) is None
+    require_same(process(model, tree, config, tmp_path) or {}, expected or {})
+
+
 # -- whole updates ----------------------------------------------------------------------------------------------------------
 
 GROUPS = [Group(f"g{seed}", Task("none", seed), tuple(unequal_tree(seed))) for seed in (0, 1)]
@@ -433,6 +465,39 @@ def test_what_an_earlier_step_left_is_removed_and_an_unsaved_step_is_made_again(
     assert again.update(GROUPS).journal["resumed"]
     assert all(torch.equal(p, weights_of(first)[name]) for name, p in weights_of(again).items())
     assert not again.update(GROUPS).journal["resumed"]  # the next one, under other weights
+
+
+def test_what_another_update_left_is_not_removed_by_weights_of_a_later_version(tmp_path: Path) -> None:
+    unfinished, later = trainer_of(tmp_path), trainer_of(tmp_path)
+    killed_after(unfinished.engine, 9)
+    with pytest.raises(Killed):
+        unfinished.update(GROUPS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    later.version = 5  # of another run, to which the folder was given too
+    with pytest.raises(StaleStateError, match="version"):
+        later.update(GROUPS)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_a_saved_step_left_is_removed_in_a_new_process(tmp_path: Path) -> None:
+    first, second = trainer_of(tmp_path / "journal"), trainer_of(tmp_path / "journal")
+    first.update(GROUPS)
+    first.save(tmp_path / "step")  # and the process dies before it settles
+    second.restore(tmp_path / "step")
+    receipt = second.update(GROUPS)
+    assert receipt.first_version == 1 and not receipt.journal["resumed"]
+
+
+def test_settling_leaves_what_another_update_wrote_since(tmp_path: Path) -> None:
+    first, other = trainer_of(tmp_path, seconds=1000.0), trainer_of(tmp_path)
+    first.update(GROUPS[:1])  # too short for a checkpoint
+    killed_after(other.engine, 9)
+    with pytest.raises(Killed):
+        other.update(GROUPS)
+    before = sorted(tmp_path.iterdir())
+    first.settle()
+    assert sorted(tmp_path.iterdir()) == before
+    assert trainer_of(tmp_path).update(GROUPS).journal["resumed"]
 
 
 # -- killed processes -------------------------------------------------------------------------------------------------------

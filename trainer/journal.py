@@ -25,10 +25,11 @@ import hashlib
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -54,6 +55,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _CHECKPOINT = "checkpoint.safetensors"
+#: Names of the files beside it, and of files under way.
+_OWN = re.compile(
+    rf"(state|cotangent)-\d+\.safetensors|{re.escape(wholefile.HIDDEN)}\d+-(state-\d+|cotangent-\d+|checkpoint)\.safetensors"
+)
 #: A checkpoint takes at most about a fifth of the time: the pause after it is this many times what it took.
 _PAUSE = 4
 
@@ -82,6 +87,8 @@ class Journal:
 
     def __init__(self, config: JournalConfig) -> None:
         self.config = config
+        #: Digest of the stamps of the update whose step made the present weights; "" where no journal was kept of it.
+        self.made = ""
         self._folder: int | None = None  # the locked folder, while it can be used
         self._start()
 
@@ -105,8 +112,8 @@ class Journal:
     def update(self, stamps: Mapping[str, str]) -> Iterator[None]:
         """Begin an update, or go on with it; within the block its passes run. What was written stays until `settle`.
 
-        `stamps["version"]` counts optimizer steps: what is left of an earlier one is removed. Raises StaleStateError, naming what
-        differs, where the folder holds another unfinished update; CorruptionError where its checkpoint is not what was written;
+        What is left of the update that `made` the present weights is removed. Raises StaleStateError, naming what differs, where
+        the folder holds another unfinished update; CorruptionError where its checkpoint is not what was written;
         ConfigError where another process works with it. A folder that can't be written is no error: the update is not
         resumable then, and the report says so.
         """
@@ -117,16 +124,22 @@ class Journal:
         finally:
             self._let_go()
 
+    def step_made(self) -> None:
+        """The update's step was made: the weights are what it left."""
+        self.made = "" if self._stamps is None else _digest_of_stamps(self._stamps)
+
     def settle(self) -> None:
         """The update's step is kept elsewhere, or not wanted: remove all files. What is another update's stays."""
         if self._stamps is None:
             return
-        self._stamps = None
+        stamps, self._stamps = self._stamps, None
         try:
             self._lock()
-            (self.config.directory / _CHECKPOINT).unlink(missing_ok=True)
-            self._sweep(())
-        except (OSError, ConfigError) as error:
+            about = self._in_place()
+            if about is None or about["stamps"] == stamps:
+                (self.config.directory / _CHECKPOINT).unlink(missing_ok=True)
+                self._sweep()
+        except (OSError, ConfigError, CorruptionError) as error:
             _LOG.warning("files of a finished update were not removed: %s", error)
         finally:
             self._let_go()
@@ -191,7 +204,7 @@ class Journal:
         except CorruptionError as error:
             raise CorruptionError(f"{error}; remove {path.parent} to begin the update anew") from error
         theirs = about["stamps"]
-        if int(theirs.get("version", 0)) < int(stamps.get("version", 0)):
+        if _digest_of_stamps(theirs) == self.made:
             _LOG.info("the journal in %s is of an update whose step was made: it is removed", path.parent)
             path.unlink()
             return
@@ -207,17 +220,18 @@ class Journal:
         done = sum(about["inputs"].values())
         _LOG.warning("an update goes on from its journal in %s: %d inputs are done", path.parent, done)
 
-    def _sweep(self, named: Iterable[str] | None = None) -> None:
-        """Remove what no checkpoint names: files of the journal's own kind, and files under way."""
-        if named is None:
-            written = [] if self._found is None else self._found.about["written"]
-            named = [name for entry in written for name in (entry["state"], entry["cotangent"])]
-        keep = {_CHECKPOINT, *named}
-        for pattern in ("state-*", "cotangent-*", "checkpoint"):
-            for path in self.config.directory.glob(f"{pattern}.safetensors"):
-                if path.name not in keep:
-                    path.unlink()
-            for path in self.config.directory.glob(f"{wholefile.HIDDEN}*-{pattern}.safetensors"):
+    def _in_place(self) -> dict[str, Any] | None:
+        """The head of the checkpoint that lies in the folder, whoever wrote it; None where there is none."""
+        path = self.config.directory / _CHECKPOINT
+        return wholefile.read_about(path) if path.exists() else None
+
+    def _sweep(self) -> None:
+        """Remove what the checkpoint does not name: files of the journal's own names, and files under way."""
+        about = self._in_place()
+        written = [] if about is None else about["written"]
+        keep = {_CHECKPOINT, *(entry[kind] for entry in written for kind in ("state", "cotangent"))}
+        for path in list(self.config.directory.iterdir()):
+            if _OWN.fullmatch(path.name) and path.name not in keep:
                 path.unlink()
 
     def _fail(self, error: OSError) -> None:
@@ -279,16 +293,15 @@ class Journal:
                 size = sum(pool.map(write, files))
             size += wholefile.write(folder / _CHECKPOINT, *self._describe(work, entries))
         except OSError as error:
-            for _, name, _ in files:
-                with suppress(OSError):
-                    (folder / name).unlink(missing_ok=True)
             self._fail(error)
-            return False
-        work.written[:] = entries
-        self._written.update(checkpoints=1, bytes=size)
-        with suppress(OSError):
-            self._sweep(name for entry in entries for name in (entry.state, entry.cotangent) if name)
-        return True
+            written = False
+        else:
+            work.written[:] = entries
+            self._written.update(checkpoints=1, bytes=size)
+            written = True
+        with suppress(OSError, CorruptionError):
+            self._sweep()  # by what lies in the folder: a checkpoint may be in place though its last sync failed
+        return written
 
     def _named(self, entry: Written, state: StateCache) -> Written:
         """With names of its files in the next checkpoint: of its state, written once, and of its cotangents, if it has any."""
@@ -330,6 +343,10 @@ def digest_of(*parts: bytes) -> str:
     for part in parts:
         total.update(len(part).to_bytes(8, "little") + part)
     return total.hexdigest()
+
+
+def _digest_of_stamps(stamps: Mapping[str, str]) -> str:
+    return digest_of(*(f"{name} {stamps[name]}".encode() for name in sorted(stamps)))
 
 
 def _weights(engine: Engine) -> str:

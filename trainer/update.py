@@ -139,6 +139,8 @@ class Trainer:
             old: Tensor | None = None
             for _ in range(self.config.steps):
                 old = self._step(prepared, trees, old, reference, receipt, phases)
+            if self.journal is not None:
+                self.journal.step_made()
         receipt.last_version = self.version
         if self.recapture is not None:
             receipt.recapture = self.recapture.report()
@@ -370,7 +372,8 @@ class Trainer:
             directory.mkdir(parents=True, exist_ok=True)
             self.model.save_pretrained(directory, **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
             torch.save(optimizer, directory / "optimizer.pt")
-            (directory / "trainer.json").write_text(json.dumps({"version": self.version}) + "\n")
+            about = {"version": self.version, "update": "" if self.journal is None else self.journal.made}
+            (directory / "trainer.json").write_text(json.dumps(about) + "\n")
 
         return write
 
@@ -379,7 +382,10 @@ class Trainer:
         _load_weights(self.model, directory, self._own_part)
         state = torch.load(directory / "optimizer.pt", weights_only=True, map_location="cpu")
         self.stepper.load_state_dict(self._moments(state, self._own_part))
-        self.version = int(json.loads((directory / "trainer.json").read_text())["version"])
+        about = json.loads((directory / "trainer.json").read_text())
+        self.version = int(about["version"])
+        if self.journal is not None:
+            self.journal.made = about.get("update", "")  # earlier versions did not write it
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         return whole(name, tensor, self.ranks, self.sharded)
