@@ -244,8 +244,11 @@ class Loop:
     def train(self) -> dict[str, Any]:
         """Train on the complete groups that no step has used, commit the step, and return its receipt.
 
-        Raises StoreError where there is no such group. A failed update changes neither store nor weights.
+        Raises StoreError where there is no such group, and where the weights at hand are not those of the last committed step: a
+        step was made and could not be committed, or another process committed one. A failed update changes neither store nor
+        weights.
         """
+        self._require_committed()
         update, imported = self.done + 1, self._imports(self.done + 1)
         rows = [] if imported else self.store.groups(self.run_id, purpose="train", complete=True, unused=True)
         if not rows and not imported:
@@ -364,6 +367,15 @@ class Loop:
                 return row.run_id
         (self.folder / "run.toml").write_text(toml.dump(self.config), encoding="utf-8")
         return self.store.create_run(self.config.run.name, asked)
+
+    def _require_committed(self) -> None:
+        step = self.store.latest_step(self.run_id)
+        version = 0 if step is None else step.last_version
+        if self.trainer.version != version:
+            raise StoreError(
+                f"the weights at hand are of version {self.trainer.version}, but the last committed step of run "
+                f"{self.config.run.name} left version {version}; open the run again to go on from that step"
+            )
 
     def _restore(self) -> None:
         step = self.store.latest_step(self.run_id)

@@ -309,3 +309,34 @@ def test_a_run_killed_within_an_update_goes_on_there(config: RunConfig, tmp_path
         receipt = second.train()
     assert receipt["journal"]["resumed"] and not list((tmp_path / "journal").iterdir())
     assert adapter_of(other.folder, 1) == adapter_of(config.run.folder, 1)
+
+
+def test_a_step_that_was_not_committed_is_not_made_twice_by_the_same_process(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Loop(config) as loop:
+        loop.collect()
+        with monkeypatch.context() as patch:
+            patch.setattr(loop_module, "write_step", full)
+            with pytest.raises(OSError, match="No space"):
+                loop.train()
+        assert loop.done == 0 and loop.trainer.version == 1
+        with pytest.raises(StoreError, match="version 1, but .* version 0; open the run again"):
+            loop.train()
+        assert loop.done == 0
+    with Loop(config) as again:
+        assert again.train()["first_version"] == 0
+
+
+def test_weights_that_another_process_left_behind_are_not_trained(config: RunConfig) -> None:
+    with Loop(config) as slow:
+        slow.collect()
+        with Loop(config) as fast:
+            fast.train()
+        slow.collect()
+        with pytest.raises(StoreError, match="version 0, but .* version 1"):
+            slow.train()
+        assert slow.done == 1
