@@ -92,6 +92,18 @@ def test_results_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPatc
         Engine(model)
 
 
+def test_a_kernel_that_raises_is_refused_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3_5", dtype=torch.float32)
+
+    def refuses(*args: Any, **options: Any) -> Any:
+        raise AssertionError("float32 is not supported")
+
+    bound(model, refuses, monkeypatch)
+    monkeypatch.setattr(delta_rule, "require_versions", lambda device: None)
+    with pytest.raises(ModelError, match=r"torch.float32 on cpu \(AssertionError: float32 is not supported\); try bfloat16"):
+        Engine(model)
+
+
 def test_an_installed_kernel_without_a_gpu_is_refused_and_the_definition_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_5", dtype=torch.float32)
     Engine(model)

@@ -45,11 +45,19 @@ def require_usable(decoder: nn.Module, device: torch.device, dtype: torch.dtype)
         definition = defined(rule)
         if definition is None or device.type == "meta":
             continue
-        key = (rule, device, dtype, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        sizes = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+        key = (rule, device, dtype, *sizes)
         if key in _PASSED:
             continue
         require_versions(device)
-        error, name = worst_error(rule, definition, device, dtype, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        try:
+            error, name = worst_error(rule, definition, device, dtype, *sizes)
+        except Exception as failure:  # whatever a compiler or a GPU raises
+            raise ModelError(
+                f"the delta rule that is installed ({installed()}) does not take {sizes[0]} heads of {sizes[1]} keys and "
+                f"{sizes[2]} values in {dtype} on {device} ({type(failure).__name__}: {failure}); try bfloat16, other versions, "
+                "or uninstall flash-linear-attention"
+            ) from failure
         if not error <= TOLERANCE.get(dtype, 0.0):
             raise ModelError(
                 f"the delta rule that is installed ({installed()}) differs from its definition by {error:.1e} in {name} "
