@@ -8,6 +8,7 @@ import dataclasses
 import json
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,35 @@ def test_nothing_is_left_of_a_pass_that_fails(monkeypatch: pytest.MonkeyPatch) -
             update(model)
     assert seen.most == 2 and not +seen.live
     assert same(update(model), wanted)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "merged": lambda model: model.merge_adapter(),
+    "loaded": lambda model: model.load_state_dict({name: 1.1 * tensor for name, tensor in model.state_dict().items()}),
+    "wider": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_written_to_weights_after_a_forward_pass_or_a_failed_backward_pass_is_kept(change: str, fails: bool) -> None:
+    plain, held, ids = adapted("qwen3_5"), adapted("qwen3_5"), torch.arange(40)[None]
+    offload(held, "cpu")
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("enough")
+
+    logits = held(ids).logits  # with a graph
+    if fails:
+        trained = [parameter for parameter in held.parameters() if parameter.requires_grad]
+        hook = trained[len(trained) // 2].register_hook(fail)
+        with pytest.raises(RuntimeError, match="enough"):
+            logits.sum().backward()
+        hook.remove()
+    for model in (plain, held):
+        CHANGES[change](model)
+    with torch.no_grad():
+        assert torch.equal(held(ids).logits, plain(ids).logits)
 
 
 def test_a_copy_of_the_model_reads_its_own_weights_and_stamps_are_of_the_true_ones() -> None:

@@ -52,6 +52,7 @@ class Copies:
         self.layer, self.parameters = layer, parameters
         self.hosts = [parameter.data for parameter in parameters]
         self.copies = [torch.empty_like(host, device=device) for host in self.hosts]
+        self._lent = False  # whether the parameters' data are the copies
         self._ready: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         if device.type == "cuda":
             main, side = torch.cuda.current_stream(device), side_stream(device, "weights")
@@ -72,10 +73,20 @@ class Copies:
             main, event = self._ready
             main.wait_event(event)
 
-    def set(self, data: list[Tensor]) -> None:
-        """Make `data` the parameters': the copies, or the hosts' again."""
+    def lend(self) -> None:
+        """Make the copies the parameters' data."""
+        if not self._lent:
+            self._set(self.copies)
+
+    def give_back(self) -> None:
+        """Make the parameters' data the hosts' again."""
+        if self._lent:
+            self._set(self.hosts)
+
+    def _set(self, data: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, data, strict=True):
             parameter.data = tensor
+        self._lent = not self._lent
 
 
 class Offload:
@@ -113,7 +124,7 @@ class Offload:
             if copies is not None:
                 copies.wait()
         if self._here is not None:
-            self._here.set(self._here.hosts)
+            self._here.give_back()
         self._here = self._ahead = None
         self._storages = {}
 
@@ -126,7 +137,8 @@ class Offload:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A forward pass of the decoder. If a graph comes of it, the last layer's copies stay for the backward pass."""
+        """A forward pass of the decoder. If a graph comes of it, the last layer's copies stay for the backward pass, but no
+        longer as the parameters' data: what is written there (by a merge, say, or `load_state_dict`) would be lost."""
         self.release()
         self._running, self._lowest = True, len(self._weights)
         try:
@@ -139,11 +151,15 @@ class Offload:
             self._running = False
             if self._lowest == len(self._weights):
                 self.release()
+            elif self._here is not None:
+                self._here.give_back()
 
     def _called(self, layer: int, module: nn.Module, args: Any) -> None:
         """Before a module of `layer` runs: in a forward pass, in a recomputation, or in a backward pass that reads latents."""
         if self._here is None or self._here.layer != layer:
             self._bring(layer, 1 if self._here is None or layer > self._here.layer else -1)
+        assert self._here is not None
+        self._here.lend()
 
     def _keep(self, tensor: Tensor) -> Any:
         weight = self._storages.get(tensor.untyped_storage()._cdata)
@@ -170,7 +186,6 @@ class Offload:
                 coming = None  # its memory goes first
                 coming = self.copy_of(layer)
             coming.wait()
-            coming.set(coming.copies)
             self._here = coming
             self._storages = {copy.untyped_storage()._cdata: weight for weight, copy in enumerate(coming.copies)}
         following = layer + step
