@@ -488,6 +488,26 @@ def test_what_a_saved_step_left_is_removed_in_a_new_process(tmp_path: Path) -> N
     assert receipt.first_version == 1 and not receipt.journal["resumed"]
 
 
+def test_what_a_step_left_is_removed_though_it_was_made_beside_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    folder = tmp_path / "journal"
+    first, second, third = trainer_of(folder), trainer_of(folder), trainer_of(folder)
+    killed_after(first.engine, 9)
+    with pytest.raises(Killed):
+        first.update(GROUPS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", read_only)
+        assert not second.update(GROUPS).journal["resumed"]
+        second.settle()
+    second.save(tmp_path / "step")
+    third.restore(tmp_path / "step")
+    assert not third.update(GROUPS).journal["resumed"]
+
+
 def test_settling_leaves_what_another_update_wrote_since(tmp_path: Path) -> None:
     first, other = trainer_of(tmp_path, seconds=1000.0), trainer_of(tmp_path)
     first.update(GROUPS[:1])  # too short for a checkpoint

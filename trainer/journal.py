@@ -171,13 +171,13 @@ class Journal:
     # -- files ----------------------------------------------------------------------------------------------------------
 
     def _begin(self, stamps: dict[str, str]) -> None:
+        self._stamps = stamps
         try:
             self._lock()
             checkpoint = self.config.directory / _CHECKPOINT
             if checkpoint.exists():
                 self._find(checkpoint, stamps)
             self._sweep()
-            self._stamps = stamps
         except OSError as error:
             self._let_go()
             self._fail(error)
