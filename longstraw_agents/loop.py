@@ -381,6 +381,7 @@ class Loop:
         step = self.store.latest_step(self.run_id)
         if step is not None:
             self.trainer.restore(check_step(self.steps, step.step, step.files))
+            self.trainer.settle()  # a process may have died between committing the step and this
 
     def _adapter(self) -> Path | None:
         """Where the policy finds the newest adapter; None while there is none but the untrained one, which changes nothing."""

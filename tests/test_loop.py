@@ -311,6 +311,18 @@ def test_a_run_killed_within_an_update_goes_on_there(config: RunConfig, tmp_path
     assert adapter_of(other.folder, 1) == adapter_of(config.run.folder, 1)
 
 
+def test_the_journal_of_a_committed_step_goes_when_the_run_is_opened(config: RunConfig, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    config = replace(config, trainer=replace(config.trainer, journal=JournalConfig(journal, seconds=0)))
+    with Loop(config) as loop:
+        loop.collect()
+        loop.trainer.settle = lambda: None  # type: ignore[method-assign]  # it dies there
+        loop.train()
+    assert list(journal.iterdir())
+    with Loop(config):
+        assert not list(journal.iterdir())
+
+
 def test_a_step_that_was_not_committed_is_not_made_twice_by_the_same_process(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,14 +129,16 @@ class Journal:
         self.made = "" if self._stamps is None else _digest_of_stamps(self._stamps)
 
     def settle(self) -> None:
-        """The update's step is kept elsewhere, or not wanted: remove all files. What is another update's stays."""
-        if self._stamps is None:
+        """The step of the last update, or of the one that `made` the weights, is kept elsewhere, or not wanted: remove all files.
+        What is another update's stays."""
+        done = {self.made} if self._stamps is None else {self.made, _digest_of_stamps(self._stamps)}
+        self._stamps = None
+        if done == {""}:
             return
-        stamps, self._stamps = self._stamps, None
         try:
             self._lock()
             about = self._in_place()
-            if about is None or about["stamps"] == stamps:
+            if about is None or _digest_of_stamps(about["stamps"]) in done:
                 (self.config.directory / _CHECKPOINT).unlink(missing_ok=True)
                 self._sweep()
         except (OSError, ConfigError, CorruptionError) as error:
