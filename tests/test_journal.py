@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError, UpdateStoppedError
+from longstraw_agents.errors import ConfigError, CorruptionError, NonFiniteError, StaleStateError, UpdateStoppedError
 from longstraw_agents.segmenter import PrefixTree, segment
 from longstraw_agents.trainer import attention, comparison, journal, sparse, wholefile
 from longstraw_agents.trainer.bounded import BoundedConfig
@@ -518,6 +518,23 @@ def test_settling_leaves_what_another_update_wrote_since(tmp_path: Path) -> None
     first.settle()
     assert sorted(tmp_path.iterdir()) == before
     assert trainer_of(tmp_path).update(GROUPS).journal["resumed"]
+
+
+def test_a_number_that_went_wrong_before_a_checkpoint_is_named_with_its_journal(tmp_path: Path) -> None:
+    first, begun = trainer_of(tmp_path), []
+    decode = first.engine.decode
+
+    def once_wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
+        begun.append(1)
+        return decode(*args, **kwargs) * (float("nan") if len(begun) == 30 else 1.0)
+
+    first.engine.decode = once_wrong  # type: ignore[method-assign]
+    for trainer in (first, trainer_of(tmp_path)):
+        with pytest.raises(NonFiniteError, match=f"no step was made; .* remove {tmp_path} to compute the update anew"):
+            trainer.update(GROUPS)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert trainer_of(tmp_path).update(GROUPS).steps
 
 
 # -- killed processes -------------------------------------------------------------------------------------------------------

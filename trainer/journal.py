@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstraw_agents.errors import ConfigError, CorruptionError, StaleStateError, UpdateStoppedError
+from longstraw_agents.errors import ConfigError, CorruptionError, NonFiniteError, StaleStateError, UpdateStoppedError
 from longstraw_agents.segmenter import PrefixTree
 from longstraw_agents.trainer import snapshot, wholefile
 from longstraw_agents.trainer.passes import Checkpoint, Pass, Result, Written
@@ -121,6 +121,12 @@ class Journal:
         try:
             self._begin(dict(stamps))
             yield
+        except NonFiniteError as error:
+            if self._found is None and not self._written["checkpoints"]:
+                raise
+            raise NonFiniteError(
+                f"{error}; a checkpoint may hold it already: remove {self.config.directory} to compute the update anew"
+            ) from error
         finally:
             self._let_go()
 
