@@ -53,6 +53,11 @@ def valid_lengths(row: dict[str, Any]) -> list[int]:
     return [length for length, answer in zip(row["lengths"], row["answers"], strict=True) if answer is not None]
 
 
+def _resident(row: dict[str, Any]) -> list[float]:
+    """Peak resident memory of an update's phases so far, MiB."""
+    return [phase["peak_mib"] for phase in row.get("phases", {}).values()]
+
+
 class Report:
     """Reads files of `all`; where two have an arm, the later file's is taken. Arms without a usable evaluation are left out and
     named."""
@@ -150,10 +155,17 @@ class Report:
         lines += ["| | " + " | ".join(map(str, updates)) + " |", "|---|" + "---|" * len(updates)]
         for kind in kinds:
             lines.append(f"| {kind} | " + " | ".join(self._mean(kind, seeds, at, of) for at in updates) + " |")
-        lines += ["", "| | seconds an update | tokens sampled | peak GPU MiB |", "|---|---|---|---|"]
-        for kind, cost in self._costs(kinds).items():
-            lines.append(f"| {kind} | {cost['seconds']:.2f} | {cost['sampled']:,} | {cost['gpu_peak_mib']:,.0f} |")
-        for found, when in ((self._differences(kinds, of), "at the end"), (self._over_all(kinds, of), "mean over all updates")):
+        costs = self._costs(kinds)
+        memory = "gpu_peak_mib" if any(cost["gpu_peak_mib"] for cost in costs.values()) else "peak_mib"
+        label = "peak GPU MiB" if memory == "gpu_peak_mib" else "peak resident MiB"
+        lines += ["", f"| | seconds an update | tokens sampled | {label} |", "|---|---|---|---|"]
+        for kind, cost in costs.items():
+            sampled = f"{cost['sampled']:,}" if cost["sampled"] else "not counted"
+            lines.append(f"| {kind} | {cost['seconds']:.2f} | {sampled} | {cost[memory]:,.0f} |")
+        differences = [(self._differences(kinds, of), "at the end")]
+        if any(len(self._shared(kinds, seed)) > 2 for seed in seeds):  # more than before and after
+            differences.append((self._over_all(kinds, of), "mean over all updates"))
+        for found, when in differences:
             if len(found) > 1:
                 mean, (low, high) = mean_interval(list(found.values()))
                 each = ", ".join(f"{value:+.1f}" for value in found.values())
@@ -169,7 +181,7 @@ class Report:
         return f"{np.mean(found):.2f}" + (f" ({len(found)})" if len(found) < len(seeds) else "")
 
     def _costs(self, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """By kind, over its seeds: seconds of an update, tokens sampled for training, GPU memory, updates made."""
+        """By kind, over its seeds: seconds of an update, tokens sampled for training, peak memory of both sorts, updates."""
         found = {}
         for kind in kinds:
             arms = [arm for name, arm in self.arms.items() if name.rpartition("-")[0] == kind and arm["updates"]]
@@ -179,6 +191,7 @@ class Report:
                     "seconds": float(np.mean([arm["updates"][-1]["seconds"] / len(arm["updates"]) for arm in arms])),
                     "sampled": int(np.mean([arm["updates"][-1].get("sampled", 0) for arm in arms])),
                     "gpu_peak_mib": max(row.get("gpu_peak_mib", 0.0) for row in [*rows, *arms]),
+                    "peak_mib": max(max([arm.get("peak_mib", 0.0), *_resident(arm["updates"][-1])]) for arm in arms),
                     "updates": [len(arm["updates"]) for arm in arms],
                 }  # fmt: skip
         return found

@@ -125,6 +125,16 @@ def test_arms_are_compared_at_their_last_common_update() -> None:
     assert report._differences(("detached", "exact"), "success") == {0: 50.0, 1: 50.0}
     tables = report.tables()
     assert "exact minus detached, at the end: +50.0 points [+50.0, +50.0]" in tables and "Arms that failed: tree-0." in tables
+    assert "mean over all updates" not in tables, "one common update after the first has no mean of its own"
+
+
+def test_arms_with_curves_are_also_compared_by_their_mean_over_all_updates() -> None:
+    arms = {
+        "exact-0": arm({0: [0, 0], 5: [1, 1], 10: [1, 1]}), "detached-0": arm({0: [0, 0], 5: [0, 0], 10: [1, 1]}),
+        "exact-1": arm({0: [0, 0], 5: [1, 1], 10: [1, 1]}), "detached-1": arm({0: [0, 0], 5: [0, 0], 10: [1, 1]}),
+    }  # fmt: skip
+    tables = learning_report.Report({"measured": {}, "command": "", "arms": arms}).tables()
+    assert "exact minus detached, at the end: +0.0 points" in tables
     assert "exact minus detached, mean over all updates: +50.0 points" in tables
 
 
