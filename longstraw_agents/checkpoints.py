@@ -11,10 +11,12 @@ Vocabulary
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longstraw_agents.errors import CorruptionError
@@ -47,6 +49,19 @@ def write_step(steps: Path, step: int, save: Callable[[Path], object]) -> dict[s
     os.rename(hidden, target)
     _sync(steps)
     return files
+
+
+@contextmanager
+def alone(steps: Path) -> Iterator[None]:
+    """Within the block no other process on these step folders is within it: to write a step and commit it."""
+    steps.mkdir(parents=True, exist_ok=True)
+    folder = os.open(steps, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks; what the store has committed is asked there all the same
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def check_step(steps: Path, step: int, files: Mapping[str, str]) -> Path:

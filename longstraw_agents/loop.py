@@ -23,7 +23,7 @@ from typing import Any
 
 import longstraw_agents.envs  # noqa: F401  registers the built-in environments
 from longstraw_agents import config as toml
-from longstraw_agents.checkpoints import check_step, prune, step_folder, write_step
+from longstraw_agents.checkpoints import alone, check_step, prune, step_folder, write_step
 from longstraw_agents.collection import CollectConfig, Progress, collect
 from longstraw_agents.episodes import make_registered
 from longstraw_agents.errors import ConfigError, StoreError
@@ -259,7 +259,12 @@ class Loop:
                 require_sampled_as_trained(groups, self.config.trainer.replay.temperature)
         receipt = self._train_alone(update, groups)
         receipt["collected"] = self.collected([row.group_id for row in rows]) | behaviour_report(groups)
-        with self.phases("commit"):
+        with self.phases("commit"), alone(self.steps):
+            if self.done >= update:
+                raise StoreError(
+                    f"step {update} of run {self.config.run.name} was committed by another process meanwhile; its files stay: "
+                    "open the run again to go on from there, in one process"
+                )
             files = write_step(self.steps, update, lambda folder: self._save(folder, receipt))
             self.store.commit_step(
                 self.run_id,

@@ -343,6 +343,26 @@ def test_a_step_that_was_not_committed_is_not_made_twice_by_the_same_process(
         assert again.train()["first_version"] == 0
 
 
+def test_a_step_that_another_process_committed_meanwhile_keeps_its_files(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Loop(config) as slow:
+        slow.collect()
+        train = slow._train_alone
+
+        def outrun(*arguments: Any) -> Any:
+            receipt = train(*arguments)
+            with Loop(config) as fast:
+                fast.train()
+            return receipt
+
+        monkeypatch.setattr(slow, "_train_alone", outrun)
+        with pytest.raises(StoreError, match="step 1 .* another process"):
+            slow.train()
+    with Loop(config) as again:
+        assert again.done == again.trainer.version == 1
+
+
 def test_weights_that_another_process_left_behind_are_not_trained(config: RunConfig) -> None:
     with Loop(config) as slow:
         slow.collect()
