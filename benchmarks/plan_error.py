@@ -53,7 +53,7 @@ def main() -> None:
     """Compare all runs of a result file; with --record, write the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="a result file with the stage `peaks`")
-    parser.add_argument("--out", type=Path, default=Path("plan_error.json"))
+    parser.add_argument("--out", type=Path, help="where the comparison goes, as JSON")
     parser.add_argument("--record", action="store_true", help="write the figure into docs/figures.json")
     options = parser.parse_args()
     measured = json.loads(options.results.read_text())
@@ -64,7 +64,8 @@ def main() -> None:
     unseen = [row for row in rows if not row["fitted"]]
     worst = max(abs(row["error_percent"]) for row in unseen)
     extra = {"device": measured["device"], "rows": rows, "versions": versions(), "measured_with": measured["peaks"]["versions"]}
-    options.out.write_text(json.dumps(extra | {"worst_percent": worst}, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(extra | {"worst_percent": worst}, indent=1) + "\n")
     print(f"worst error over {len({row['shape'] for row in unseen})} shapes not fitted to: {worst:.2f} %")
     if options.record:
         figures.record("gpu.plan_error_percent", worst, "%", trials=len(unseen), extra=extra, measured=measured["provenance"])

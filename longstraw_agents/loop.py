@@ -111,6 +111,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.parallel.ep > 1 and self.policy.kind == "local":
             raise ConfigError("parallel.ep shares the experts out, so the trainer's model can't sample alone: set policy.kind")
+        if self.parallel.ep > 1 and self.model.weights == "host":
+            raise ConfigError('parallel.ep shares experts out on the devices; leave model.weights = "host" off, or set ep to 1')
         if self.tasks.samples < 2 and self.trainer.advantage.credit != "chain":
             raise ConfigError(
                 f"samples is {self.tasks.samples}, but credit {self.trainer.advantage.credit!r} compares at least 2 trajectories "

@@ -364,6 +364,8 @@ def test_what_it_cannot_hold_is_refused() -> None:
             TrainerConfig(journal=where, **settings)
     with pytest.raises(ConfigError, match="journal"):
         Engine(zoo.build("llama"), bits).open(segment(unequal_tree()), journal=Journal(where))
+    with pytest.raises(ConfigError, match="current folder"):
+        JournalConfig(Path(""))
     for settings in ({"seconds": -1}, {"seconds": float("nan")}, {"stop_after": -1.0}):
         with pytest.raises(ConfigError):
             JournalConfig(Path("x"), **settings)

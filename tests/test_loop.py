@@ -28,8 +28,10 @@ from longstraw_agents.evaluation import EvaluateSettings, heldout_tasks
 from longstraw_agents.loop import Loop, RunConfig
 from longstraw_agents.metrics import MetricsSettings
 from longstraw_agents.policies import Sampling
+from longstraw_agents.policies.opening import PolicySettings
 from longstraw_agents.trainer.journal import JournalConfig
 from longstraw_agents.trainer.optimizer import OptimizerConfig
+from longstraw_agents.trainer.ranks import Layout
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,9 @@ def test_what_was_sampled_otherwise_is_not_trained_on(config: RunConfig) -> None
     hot = replace(config.collect, sampling=Sampling(temperature=0.7))
     with pytest.raises(ConfigError, match="must be the one that was sampled"):
         replace(config, collect=hot)
+    shared = replace(config, parallel=Layout(ep=2), policy=PolicySettings("server", model="served"))
+    with pytest.raises(ConfigError, match="shares experts out"):
+        replace(shared, model=replace(config.model, weights="host"))
     with pytest.raises(ConfigError, match="top_p is 0.9"):
         replace(config, collect=replace(config.collect, sampling=Sampling(top_p=0.9)))
     with Loop(config) as loop:
@@ -309,6 +314,18 @@ def test_a_run_killed_within_an_update_goes_on_there(config: RunConfig, tmp_path
         receipt = second.train()
     assert receipt["journal"]["resumed"] and not list((tmp_path / "journal").iterdir())
     assert adapter_of(other.folder, 1) == adapter_of(config.run.folder, 1)
+
+
+def test_a_command_that_stops_as_asked_ends_with_a_status_of_its_own_and_goes_on(config: RunConfig, tmp_path: Path) -> None:
+    run = replace(config.run, updates=1, evaluate_every=0)
+    journal = JournalConfig(tmp_path / "journal", seconds=0, stop_after=0)
+    path = tmp_path / "run.toml"
+    path.write_text(toml.dump(replace(config, run=run, trainer=replace(config.trainer, journal=journal))))
+    stopped = CliRunner().invoke(cli.main, ["run", str(path)])
+    assert stopped.exit_code == 75 and "as asked for" in stopped.stderr and f"longstraw run {path}" in stopped.stderr
+    again = CliRunner().invoke(cli.main, ["run", str(path), "--set", "trainer.journal.stop_after=1000.0"])
+    assert again.exit_code == 0, again.output
+    assert adapter_of(run.folder, 1)
 
 
 def test_the_journal_of_a_committed_step_goes_when_the_run_is_opened(config: RunConfig, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class JournalConfig:
     stop_after: float | None = None
 
     def __post_init__(self) -> None:
+        if self.directory == Path():
+            raise ConfigError("journal directory is the current folder; name a folder that holds nothing else")
         if not self.seconds >= 0:
             raise ConfigError(f"journal seconds is {self.seconds}; it must be at least 0")
         if self.stop_after is not None and not self.stop_after >= 0:

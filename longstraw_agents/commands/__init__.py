@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from longstraw_agents.errors import ConfigError
+from longstraw_agents.errors import ConfigError, UpdateStoppedError
 from longstraw_agents.launch import launch
 
 if TYPE_CHECKING:
     from longstraw_agents.loop import Loop
+
+#: Exit status of a command that stopped as asked for and is to be run again (EX_TEMPFAIL of sysexits.h).
+AGAIN = 75
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,9 +103,12 @@ def open_loop(configuration: Path, settings: Sequence[str]) -> Iterator[Loop]:
 
 @contextlib.contextmanager
 def resumable(command: str) -> Iterator[None]:
-    """Turn Ctrl-C into a line that says how to go on, and exit status 130."""
+    """Turn Ctrl-C (status 130), and a journal's stop as asked for (75), into a line that says how to go on."""
     try:
         yield
+    except UpdateStoppedError as stop:
+        click.echo(f"{stop}\nGo on with: {command}", err=True)
+        raise SystemExit(AGAIN) from None
     except KeyboardInterrupt:
         click.echo(f"\nstopped; all that was committed is kept. Go on with: {command}", err=True)
         raise SystemExit(130) from None
