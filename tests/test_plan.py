@@ -115,8 +115,17 @@ def test_the_chunk_the_longest_context_and_what_to_change(folder: Callable[..., 
     at = lambda context: forecast(model, PlanConfig(context, 1, 2, 64), min(1024, tight.forecast.chunk)).peak
     assert at(tight.largest) <= 1.01 * tight.budget < at(int(1.1 * tight.largest))
     peaks = {change.what.split(" ")[0]: change.peak for change in poor.changes}
+    assert peaks.pop("branches") <= poor.forecast.peak
     assert set(peaks) == {"states", "gradient", "adapting", "2", "4", "8"} and max(peaks.values()) < poor.forecast.peak
     assert peaks["adapting"] < poor.forecast.peak - 10**7  # half of the cotangents
+
+
+def test_branches_that_are_replayed_one_at_a_time_take_less(folder: Callable[..., str]) -> None:
+    model = without_weights(ModelConfig(folder("llama", num_hidden_layers=2), "bfloat16"))
+    many, one = (fit.plan(model, PlanConfig(2100, 10**6, group, 1000, "detached", chunk=512)) for group in (4, 1))
+    found = next(change for change in many.changes if "trainer.replay.pack = 1000" in change.what)
+    assert found.peak < many.forecast.peak - 10**7
+    assert not any("trainer.replay.pack" in change.what for change in one.changes)
 
 
 def test_the_command_says_whether_it_fits(folder: Callable[..., str], tmp_path: Path) -> None:

@@ -108,4 +108,4 @@ def test_the_command_compares_from_the_store(chosen: RunConfig, tmp_path: Path) 
     again = CliRunner().invoke(main, changed, catch_exceptions=False)
     assert again.exit_code == 0 and again.output.count("success   0.0%") == 2
     missing = CliRunner().invoke(main, ["compare", str(file), "before", "update 9"])
-    assert missing.exit_code == 1 and "no evaluation 'update 9'" in missing.output and "before" in missing.output
+    assert missing.exit_code == 1 and "no evaluation 'update 9'" in missing.output and "before (sampled)" in missing.output

@@ -123,6 +123,8 @@ def _changes(model: nn.Module, config: PlanConfig, budget: int, rates: Rates, sa
         yield change("gradient = 'detached' (biased: see docs/exact-and-detached.md)", gradient="detached")
         with upper_half(model) as layers:
             yield change(f"adapting only layers {layers[0]} to {layers[1]}")
+    if min(config.group, config.pack // config.response) > 1:
+        yield change(f"branches replayed one at a time (trainer.replay.pack = {config.response})", pack=config.response)
     for gpus in (2, 4, 8):
         if gpus > config.gpus:
             yield change(f"{gpus} GPUs that share the context (parallel.cp = {gpus})", gpus=gpus)

@@ -78,7 +78,7 @@ def _groups(store: Any, run: str, name: str, mode: str) -> tuple[str, Sequence[s
         for row in store.evaluations(found.run_id):
             if row.name == name and mode in row.metrics:
                 return found.run_id, row.metrics[mode]["groups"]
-            known.append(row.name)
+            known += [f"{row.name} ({each})" for each in ("sampled", "greedy") if each in row.metrics]
     raise StoreError(f"run {run!r} has no evaluation {name!r} in mode {mode!r}; it has {', '.join(known) or 'none'}")
 
 

@@ -89,7 +89,8 @@ def _show(found: Any) -> None:
     kept = ", attention outputs kept" if forecast.outputs else ""
     verdict = "fits" if found.fits else "DOES NOT FIT"
     console.print(
-        f"{verdict}: peak {gib(forecast.peak)} of {gib(found.budget)} GiB that an update can have; chunk {forecast.chunk}{kept}; "
+        f"{verdict}: peak {gib(forecast.peak)} of {gib(found.budget)} GiB that an update can have; chunk {forecast.chunk}, "
+        f"pack {found.config.pack}, logit piece {found.config.logit_piece}{kept}; "
         f"about {sum(p.seconds for p in forecast.phases.values()):,.0f} s. The longest context that fits: {found.largest:,}.",
         highlight=False,
     )  # fmt: skip
