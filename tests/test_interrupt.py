@@ -23,7 +23,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(tmp_path: Path) -> Non
     config = replace(config, tasks=replace(config.tasks, env="letters:tests/Letters-v0"))
     path = tmp_path / "run.toml"
     path.write_text(toml.dump(replace(config, run=replace(config.run, updates=10_000))))
-    command = [sys.executable, "-m", "longstraw_agents.cli", "run", str(path)]
+    command = [sys.executable, "-m", "longstraw_agents.cli", "run", str(path), "--set", "run.updates=9999"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT / "tests", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -37,7 +37,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(tmp_path: Path) -> Non
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
-    assert f"Go on with: longstraw run {path}" in errors and "Traceback" not in errors
+    assert f"Go on with: longstraw run {path} --set run.updates=9999" in errors and "Traceback" not in errors
     with Store.open(str(store_path)) as store:
         latest = store.latest_step("r1")
         assert latest is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import sys
 import tomllib
 import warnings
@@ -93,7 +94,8 @@ def open_loop(configuration: Path, settings: Sequence[str]) -> Iterator[Loop]:
     loaded = config.load(configuration, RunConfig, parse_settings(settings))
     quiet_libraries()
     sys.path.insert(0, os.getcwd())  # so that "module:id" finds an environment beside the configuration
-    with resumable(f"longstraw run {configuration}"), among(loaded.parallel, loaded.model.device) as ranks:
+    again = ["longstraw", "run", str(configuration), *(word for setting in settings for word in ("--set", setting))]
+    with resumable(shlex.join(again)), among(loaded.parallel, loaded.model.device) as ranks:
         if ranks.number > 0:
             follow_loop(loaded, ranks)
             raise SystemExit(0)
