@@ -17,7 +17,8 @@ file says so under `failed`.
 
 Memory: a token's keys and values are 23,040 bytes (30 layers, 3 heads of 64, bfloat16), so six sessions of 115,000 tokens hold
 15 GiB while they are sampled, and up to 2 GiB more where a buffer was made with room to grow. The trainer, for which the
-policy gives that up, needs 20 GiB at most: one group's states with their cotangents, and what the chunks keep.
+policy gives that up, took 20 GiB on solved tasks and 26 GiB on own trajectories: states with their cotangents, and what the
+chunks keep.
 """
 
 from __future__ import annotations
