@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.long_conventional import conventional_member, with_our_kernel
 from benchmarks.long_runs import say, timed, trainer
@@ -26,39 +27,15 @@ SIZES = (2, 32)  # beside GROUP, at one length
 
 def stage_curves(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """See the module's head. `tokens_per_second` counts the tokens of all trajectories, shared ones once each."""
-    name, runs = options.model, []
-    config = SHAPES[name].make(options.scale)
+    config = SHAPES[options.model].make(options.scale)
     lengths = [int(length) for length in options.lengths.split(",")]
-    model = build(name, torch.bfloat16, options.scale)
+    model = build(options.model, torch.bfloat16, options.scale)
     attentions = {"same kernel": with_our_kernel(), "default": "sdpa"}
+    runs: list[dict[str, Any]] = []
     found: dict[str, Any] = {
-        "model": name, "response": options.response, "chunk": options.chunk, "pack": options.pack, "runs": runs,
+        "model": options.model, "response": options.response, "chunk": options.chunk, "pack": options.pack, "runs": runs,
         "versions": versions(("torch", "transformers", "peft")),
     }  # fmt: skip
-
-    def ours(prompt: int, size: int, gradient: str) -> None:
-        group = make_group(prompt, options.response, size, config.vocab_size)
-        subject = trainer(model, gradient, options.chunk, options.pack)
-        receipt, measured = timed(lambda: subject.update([group]))
-        alone = attention_seconds(config, prompt, options.chunk)
-        add(
-            measured | {
-                "side": "ours", "gradient": gradient, "attention": None, "prompt": prompt, "group": size,
-                "by_kind": dict(receipt.seconds),
-                "fraction_of_kernel_rate": None if alone is None else alone / receipt.seconds["capture"],
-            }
-        )  # fmt: skip
-
-    def conventional(prompt: int, label: str) -> None:
-        group = make_group(prompt, options.response, 1, config.vocab_size)
-        run = conventional_member(model, group.trajectories[0], attentions[label])
-        add(
-            {
-                "side": "conventional", "gradient": None, "attention": label, "prompt": prompt, "group": GROUP, "members_run": 1,
-                "seconds": GROUP * run["seconds"], "peak_gib": max(run["score"]["peak_gib"], run["train"]["peak_gib"]),
-                "by_kind": {kind: GROUP * run[kind]["seconds"] for kind in ("score", "train")}, "fraction_of_kernel_rate": None,
-            }
-        )  # fmt: skip
 
     def add(run: dict[str, Any]) -> None:
         tokens = run["group"] * (run["prompt"] + options.response)
@@ -74,8 +51,32 @@ def stage_curves(options: argparse.Namespace, save: Callable[[dict[str, Any]], N
     for prompt in lengths:
         for gradient in ("detached", "exact"):
             for size in (GROUP, *(SIZES if prompt == options.memory_prompt else ())):
-                ours(prompt, size, gradient)
+                add(_ours(model, config, options, prompt, size, gradient))
         if prompt <= options.conventional_to:
-            for label in attentions:
-                conventional(prompt, label)
+            for label, attention in attentions.items():
+                add(_conventional(model, config, options, prompt, attention) | {"attention": label})
     return found | {"device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"}
+
+
+def _ours(model: nn.Module, config: Any, options: argparse.Namespace, prompt: int, size: int, gradient: str) -> dict[str, Any]:
+    """One update of a group of `size`."""
+    group = make_group(prompt, options.response, size, config.vocab_size)
+    subject = trainer(model, gradient, options.chunk, options.pack)
+    receipt, measured = timed(lambda: subject.update([group]))
+    alone = attention_seconds(config, prompt, options.chunk)
+    return measured | {
+        "side": "ours", "gradient": gradient, "attention": None, "prompt": prompt, "group": size,
+        "by_kind": dict(receipt.seconds),
+        "fraction_of_kernel_rate": None if alone is None else alone / receipt.seconds["capture"],
+    }  # fmt: skip
+
+
+def _conventional(model: nn.Module, config: Any, options: argparse.Namespace, prompt: int, attention: str) -> dict[str, Any]:
+    """One member, run and multiplied."""
+    group = make_group(prompt, options.response, 1, config.vocab_size)
+    run = conventional_member(model, group.trajectories[0], attention)
+    return {
+        "side": "conventional", "gradient": None, "prompt": prompt, "group": GROUP, "members_run": 1,
+        "seconds": GROUP * run["seconds"], "peak_gib": max(run["score"]["peak_gib"], run["train"]["peak_gib"]),
+        "by_kind": {kind: GROUP * run[kind]["seconds"] for kind in ("score", "train")}, "fraction_of_kernel_rate": None,
+    }  # fmt: skip

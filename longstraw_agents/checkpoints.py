@@ -41,13 +41,13 @@ def write_step(steps: Path, step: int, save: Callable[[Path], object]) -> dict[s
     for path in sorted(hidden.rglob("*")):
         if path.is_file():
             files[path.relative_to(hidden).as_posix()] = digest(path)
-        _sync(path)
-    _sync(hidden)
+        sync(path)
+    sync(hidden)
     target = step_folder(steps, step)
     if target.exists():
         shutil.rmtree(target)
     os.rename(hidden, target)
-    _sync(steps)
+    sync(steps)
     return files
 
 
@@ -89,7 +89,8 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or a folder's entries, on the disk before going on."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

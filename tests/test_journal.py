@@ -389,7 +389,7 @@ def test_a_folder_that_cannot_be_synced_leaves_a_checkpoint_with_all_of_its_file
     model, tree, config = zoo.build("llama"), segment(unequal_tree()), ReplayConfig(chunk=30, pack=60)
     expected = process(model, tree, config, None)
     assert process(model, tree, config, tmp_path, runs=8) is None
-    sync, synced = wholefile._sync, [""]
+    sync, synced = wholefile.sync, [""]
 
     def failing(path: Path) -> None:
         synced.append(path.name)
@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_synced_leaves_a_checkpoint_with_all_of_its_file
         sync(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(wholefile, "_sync", failing)
+        patch.setattr(wholefile, "sync", failing)
         assert process(model, tree, config, tmp_path, runs=3) is None
     require_same(process(model, tree, config, tmp_path) or {}, expected or {})
 

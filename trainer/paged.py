@@ -2,7 +2,8 @@
 
 Idea: the kernels of `kernels` read one block of plain values. A state in 8 bits is codes and scales, and a prefix can lie in
 several pages; our own kernel (`page_kernel`, which needs Triton) reads such pages as they are, all in one launch. It is taken
-where Triton is installed, it takes the shape and it passes a check against the reference; else codes become values page by page.
+where Triton is installed, it takes the shape, it passes a check against the reference, and no other way is faster (`attention`
+decides that by the number of queries); else codes become values page by page.
 
 Shapes: K key heads, M queries of one key head (rows, grouped heads and tokens folded), S positions, D head size, E value size.
 """

@@ -1,10 +1,10 @@
 """Keys and values in 8 bits: half of bfloat16's memory, at a rounding that `longstraw verify --kv-bits 8` measures.
 
 Idea: a position's vector of each head is stored as int8 codes with one float32 scale, its largest magnitude over 127. Our own
-kernel reads them as they are (`paged`). For all others `read` gives a page in the compute type, so every kernel works on it, and
-a page is all that ever exists at full width. The gradient is that of the values as read; rounding itself passes it on unchanged
-(the straight-through rule of Bengio, Leonard and Courville, 2013). So an update over such a state is not exact, and what insists
-on exact states refuses it.
+kernel reads them as they are where that is faster (`paged`). For all others `read` gives a page in the compute type, so every
+kernel works on it, and a page is all that ever exists at full width. The gradient is that of the values as read; rounding itself
+passes it on unchanged (the straight-through rule of Bengio, Leonard and Courville, 2013). So an update over such a state is not
+exact, and what insists on exact states refuses it.
 
 Shapes: K key heads, S positions read, T positions written, D head size, M picked positions.
 """

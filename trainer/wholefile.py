@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from longstraw_agents.checkpoints import sync
 from longstraw_agents.errors import CorruptionError
 from longstraw_agents.trainer.stamps import tensor_digest
 
@@ -33,14 +34,15 @@ def write(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     Raises OSError where it can't be written (a full disk, no permission); then nothing of it is left.
     """
     here = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    head = {"about": json.dumps(about), "digest": _digest(json.dumps(about), here)}
+    text = json.dumps(about)
+    head = {"about": text, "digest": _digest(text, here)}
     hidden = path.with_name(f"{HIDDEN}{os.getpid()}-{path.name}")
     try:
         save_file(here, hidden, metadata=head)
-        _sync(hidden)
+        sync(hidden)
         size = hidden.stat().st_size
         os.replace(hidden, path)
-        _sync(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             hidden.unlink(missing_ok=True)
@@ -77,11 +79,3 @@ def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         total.update(name.encode() + tensor_digest(tensors[name]))
     return total.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
